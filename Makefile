@@ -1,0 +1,51 @@
+# kvcellar: the verbs. `make` alone lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+BOOTSTRAP ?= $(shell command -v python3.11 || command -v python3)
+
+.PHONY: help setup setup-sources format check unit e2e test demo bench docs clean
+
+help: ## list the verbs
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: ## make .venv and .stack: CPU builds of torch and vLLM, a small real model, the tools
+	@$(BOOTSTRAP) scripts/setup.py
+
+setup-sources: ## also unpack the Python sources of the other vLLM releases that we support
+	@$(BOOTSTRAP) scripts/setup.py --sources
+
+format: setup ## put the code into shape
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+check: setup ## format, lint, types, import contracts, shape; no test runs an engine here
+	@echo "== ruff format"; $(PY) -m ruff format --check .
+	@echo "== ruff check";  $(PY) -m ruff check .
+	@echo "== mypy";        $(PY) -m mypy
+	@echo "== imports";     $(VENV)/bin/lint-imports --no-cache
+	@echo "== shape";       $(PY) -m pytest -q --no-header tests/test_shape.py
+
+unit: setup ## every test that starts no engine
+	@$(PY) -m pytest -m "not e2e"
+
+e2e: setup-sources ## the tests that run real vLLM
+	@$(PY) -m pytest -m e2e
+
+test: setup-sources check ## everything that CI runs; the last line is the summary
+	@$(PY) -m pytest
+
+demo: setup ## real vLLM, a small model, a long prefix: what a hit is worth (some minutes)
+	@$(PY) scripts/demo.py
+
+bench: setup ## measure copies, lookups and TTFT beside their ceilings
+	@$(PY) scripts/bench.py
+
+docs: setup ## check that links in the Markdown lead somewhere
+	@$(PY) -m pytest -q tests/test_docs.py
+
+clean: ## remove what make setup and the tools made
+	@rm -rf .venv .stack .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist
