@@ -1,0 +1,123 @@
+"""The chain of chunk keys of one request, extended as its tokens come.
+
+key = blake3(previous key ‖ tokens as little-endian uint32 ‖ extras), the first 'previous key'
+being the request seed. Extras are whatever lies in the chunk's span and is not a token: hashes of
+multimodal items that overlap it, with their offsets from the chunk's start, and digests of prompt
+embeddings. They stand in the chunks that they overlap and in no others, so a shared text before
+an image still has the same keys. A chunk has a fixed number of tokens (part of the namespace), so
+the three parts can't run into each other. Used by the connector's scheduler half; each token is
+hashed once. Pure.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from kvcellar.keys.digest import KEY_BYTES, ChunkKey, RequestSeed
+
+__all__ = ["ChunkChain", "SpanItem", "chunk_key"]
+
+
+class SpanItem(NamedTuple):
+    """Something besides tokens that a span of the prompt holds.
+
+    Attributes:
+        start: index of its first token in the prompt.
+        length: tokens that it spans, at least 1.
+        identity: full-width content digest; never an id from a counter.
+        kind: "image", "embeds" … (two kinds with equal identity differ).
+    """
+
+    start: int
+    length: int
+    identity: bytes
+    kind: str
+
+
+class ChunkChain:
+    """The keys of a request's full chunks; owns no tokens, remembers only the keys."""
+
+    def __init__(
+        self, seed: RequestSeed, *, chunk_tokens: int, items: Sequence[SpanItem] = ()
+    ) -> None:
+        assert chunk_tokens > 0, chunk_tokens
+        assert all(item.length > 0 for item in items), items
+        self.chunk_tokens = chunk_tokens
+        self._items = tuple(items)
+        self._last: bytes = bytes(seed)
+        self._keys = bytearray()
+
+    @property
+    def count(self) -> int:
+        """How many chunks have keys."""
+        return len(self._keys) // KEY_BYTES
+
+    def key(self, index: int) -> ChunkKey:
+        """Return the key of chunk `index`, from 0."""
+        assert 0 <= index < self.count, (index, self.count)
+        return ChunkKey(bytes(self._keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]))
+
+    def joined(self, start: int, stop: int) -> bytes:
+        """Return the keys of chunks [start, stop) one after the other, as the wire wants them."""
+        assert 0 <= start <= stop <= self.count, (start, stop, self.count)
+        return bytes(self._keys[start * KEY_BYTES : stop * KEY_BYTES])
+
+    def extend(self, token_ids: Sequence[int], *, token_count: int) -> int:
+        """Add the keys of all chunks that are full now.
+
+        Args:
+            token_ids: all tokens of the request from its first on; values in [0, 2³²). Anything
+                that slices (a list, vLLM's ConstantList, an array); only tokens of new chunks
+                are read.
+            token_count: how many of them exist; the rest of `token_ids` is not read.
+
+        Returns:
+            The number of chunks that have keys now.
+        """
+        first = self.count
+        full = token_count // self.chunk_tokens
+        if full <= first:
+            return first
+        base = first * self.chunk_tokens
+        fresh = np.asarray(token_ids[base : full * self.chunk_tokens], dtype=np.int64)
+        packed = fresh.astype("<u4").tobytes()
+        width = self.chunk_tokens * 4
+        for index in range(first, full):
+            at = (index - first) * width
+            extras = _encode_items(self._items, index * self.chunk_tokens, self.chunk_tokens)
+            self._last = blake3(self._last + packed[at : at + width] + extras).digest()
+            self._keys += self._last
+        return full
+
+
+def chunk_key(
+    previous: bytes, token_ids: Sequence[int], items: Sequence[SpanItem] = (), *, start: int = 0
+) -> ChunkKey:
+    """Return one chunk's key from its parts; what `ChunkChain` does, for tools and vectors.
+
+    Args:
+        previous: the chunk before it, or the request seed; 32 bytes.
+        token_ids: exactly the chunk's tokens.
+        items: the prompt's items; those that do not overlap the chunk are ignored.
+        start: index of the chunk's first token in the prompt.
+    """
+    packed = np.asarray(token_ids, dtype=np.int64).astype("<u4").tobytes()
+    return ChunkKey(blake3(previous + packed + _encode_items(items, start, len(token_ids))).digest())
+
+
+def _encode_items(items: Sequence[SpanItem], start: int, length: int) -> bytes:
+    inside = [
+        item for item in items if item.start < start + length and item.start + item.length > start
+    ]
+    if not inside:
+        return b""
+    parts = [len(inside).to_bytes(4, "little")]
+    for item in sorted(inside):
+        kind = item.kind.encode()
+        parts.append((item.start - start).to_bytes(8, "little", signed=True))
+        parts.append(item.length.to_bytes(8, "little"))
+        parts.append(len(kind).to_bytes(4, "little") + kind)
+        parts.append(len(item.identity).to_bytes(4, "little") + item.identity)
+    return b"".join(parts)

@@ -1,0 +1,1 @@
+"""What a chunk weighs and how its bytes lie: layouts of shards."""

@@ -1,0 +1,423 @@
+"""Every message of the node's protocol, in one file.
+
+A client (an engine's scheduler half or worker half, a tool) speaks first; each request has an id
+of the client's choice, rising, and gets exactly one reply with that id: the reply named in its
+docstring or an `ErrorReply`. Bulk bytes never travel here: they go through the arena. Lists that
+grow with a prompt (keys, offsets, seals) are packed little-endian binary, so that neither side
+builds an object for each. The semantics are in docs/protocol.md. Encoded by `frames`, spoken by
+`client` and `server`.
+"""
+
+from typing import Any
+
+import msgspec
+
+from kvcellar.layout.shard import ShardLayout
+
+__all__ = [
+    "OFFSET_BYTES",
+    "PROTOCOL_VERSION",
+    "REF_BYTES",
+    "Abort",
+    "Bind",
+    "Cancel",
+    "ChunkState",
+    "Clear",
+    "Cleared",
+    "Commit",
+    "CommitOutcome",
+    "CommitReply",
+    "Damaged",
+    "ErrorReply",
+    "Goodbye",
+    "Heartbeat",
+    "HeartbeatReply",
+    "Hello",
+    "Loaded",
+    "Locate",
+    "Located",
+    "Lookup",
+    "LookupReply",
+    "Ok",
+    "Ping",
+    "Pong",
+    "Release",
+    "Reply",
+    "Request",
+    "Reserve",
+    "ReserveReply",
+    "Role",
+    "Status",
+    "StatusReply",
+    "Welcome",
+]
+
+PROTOCOL_VERSION = 1
+REF_BYTES = 16
+"""A slot reference: byte offset in the arena (uint64), seal (uint64), both little-endian."""
+OFFSET_BYTES = 8
+"""A slot to write: byte offset in the arena (uint64), little-endian."""
+
+
+class Role:
+    """What a client is; decides what it may ask and whether it gets the arena."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    TOOL = "tool"
+
+
+class ChunkState:
+    """One byte for each key of a `Reserve`."""
+
+    PRESENT = 0
+    """Stored already, complete: nothing to do."""
+    RESERVED = 1
+    """Slots are reserved: copy, then commit."""
+    BUSY = 2
+    """Another writer is storing it: nothing to do."""
+    FULL = 3
+    """No memory can be had now: not stored, and neither is what follows."""
+
+
+class CommitOutcome:
+    """What a `Commit` or `Abort` of one shard came to."""
+
+    PENDING = 0
+    """Noted; other shards are still out."""
+    VISIBLE = 1
+    """That was the last shard: the chunks can be found now."""
+    DROPPED = 2
+    """The chunks will not become visible: another shard failed, the cache was cleared meanwhile,
+    or another writer was first. The slots are the server's again."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=False):
+    id: int
+
+
+class Locate(_Message, tag="locate", frozen=True, array_like=True):
+    """Ask over TCP where the Unix socket is. Reply: `Located`, then the server closes."""
+
+    protocol_version: int
+
+
+class Hello(_Message, tag="hello", frozen=True, array_like=True):
+    """The first message on the Unix socket; the client's pidfd travels with it. Reply: `Welcome`.
+
+    Attributes:
+        protocol_version: `PROTOCOL_VERSION` of the client.
+        role: see `Role`.
+        client_id: 16 random bytes, made once a process; what the client holds belongs to it, also
+            over several connections.
+        instance_id: the engine process group; equal in its scheduler half and worker halves.
+        pid: the client's process id as it sees it.
+        software: "kvcellar 0.1.0, vllm 0.32.0": for status pages.
+        model: the model's name, for status pages.
+        rank: a worker's rank in its instance.
+        world_size: ranks of the instance.
+        layout: a worker's shard layout; None for the others.
+    """
+
+    protocol_version: int
+    role: str
+    client_id: bytes
+    instance_id: str
+    pid: int
+    software: str
+    model: str = ""
+    rank: int = 0
+    world_size: int = 1
+    layout: ShardLayout | None = None
+
+
+class Bind(_Message, tag="bind", frozen=True, array_like=True):
+    """A scheduler half names its namespace once all ranks' layouts are known. Reply: `Ok`.
+
+    Attributes:
+        namespace: 32 bytes.
+        chunk_tokens: tokens a chunk in this namespace.
+        shard_bytes: bytes of each rank's shard of a chunk, in rank order.
+    """
+
+    namespace: bytes
+    chunk_tokens: int
+    shard_bytes: tuple[int, ...]
+
+
+class Heartbeat(_Message, tag="heartbeat", frozen=True, array_like=True):
+    """What the client still uses; whatever it holds and does not list is released.
+
+    A lease or reservation is spared if the request that granted it has an id above `seen`: its
+    reply may still be on the way. Reply: `HeartbeatReply`.
+
+    Attributes:
+        leases: handles of read leases in use.
+        reservations: handles of reservations that are not done.
+        seen: the highest request id such that this and all earlier replies were processed.
+    """
+
+    leases: tuple[int, ...]
+    reservations: tuple[int, ...]
+    seen: int
+
+
+class Lookup(_Message, tag="lookup", frozen=True, array_like=True):
+    """Find the longest stored prefix and lease it. Reply: `LookupReply`.
+
+    Attributes:
+        keys: 32 bytes a chunk, in prefix order, at most `limits.KEYS_MAX`.
+    """
+
+    keys: bytes
+
+
+class Release(_Message, tag="release", frozen=True, array_like=True):
+    """Give read leases back by handle; unknown ones are ignored. Reply: `Ok`."""
+
+    leases: tuple[int, ...]
+
+
+class Reserve(_Message, tag="reserve", frozen=True, array_like=True):
+    """Ask for slots for all shards of consecutive chunks. Reply: `ReserveReply`.
+
+    Attributes:
+        keys: 32 bytes a chunk, in prefix order, at most `limits.KEYS_MAX`.
+        parent: key of the chunk before the first, empty where there is none.
+    """
+
+    keys: bytes
+    parent: bytes
+
+
+class Commit(_Message, tag="commit", frozen=True, array_like=True):
+    """A rank has copied its shard of every reserved chunk. Reply: `CommitReply`.
+
+    Attributes:
+        reservation: its handle.
+        shard: the rank.
+        seals: uint64 little-endian for each reserved chunk, in order.
+        copy_s: seconds that the copy took, for the store histogram.
+    """
+
+    reservation: int
+    shard: int
+    seals: bytes
+    copy_s: float
+
+
+class Abort(_Message, tag="abort", frozen=True, array_like=True):
+    """A rank will not copy, or failed to; it no longer touches the slots. Reply: `CommitReply`."""
+
+    reservation: int
+    shard: int
+
+
+class Cancel(_Message, tag="cancel", frozen=True, array_like=True):
+    """The scheduler half drops a reservation that it never handed to a rank. Reply: `Ok`."""
+
+    reservation: int
+
+
+class Loaded(_Message, tag="loaded", frozen=True, array_like=True):
+    """A rank reports a load, for counters and the load histogram. Reply: `Ok`.
+
+    Attributes:
+        chunks: chunks that it read.
+        size_bytes: bytes that it copied.
+        copy_s: seconds from the first copy's start to the last one's end.
+        ok: False when a seal did not match or the copy failed.
+    """
+
+    chunks: int
+    size_bytes: int
+    copy_s: float
+    ok: bool
+
+
+class Damaged(_Message, tag="damaged", frozen=True, array_like=True):
+    """A rank found a seal that does not match: remove that chunk. Reply: `Ok`.
+
+    The chunk is removed only while `offset` is still where its shard lies, so that a late report
+    never removes a newer, good copy.
+    """
+
+    key: bytes
+    shard: int
+    offset: int
+
+
+class Clear(_Message, tag="clear", frozen=True, array_like=True):
+    """Forget chunks and make older reservations void. Reply: `Cleared`.
+
+    Attributes:
+        namespace: 32 bytes, or empty for everything.
+    """
+
+    namespace: bytes = b""
+
+
+class Ping(_Message, tag="ping", frozen=True, array_like=True):
+    """Ask whether the control loop runs. Reply: `Pong`."""
+
+
+class Status(_Message, tag="status", frozen=True, array_like=True):
+    """Ask for everything that status and metrics pages show. Reply: `StatusReply`."""
+
+
+class Goodbye(_Message, tag="goodbye", frozen=True, array_like=True):
+    """The client ends in order and touches no slot any more: free what it held. Reply: `Ok`."""
+
+
+class ErrorReply(_Message, tag="error", frozen=True, array_like=True):
+    """The request did not succeed; `code` is a class of `kvcellar.errors`."""
+
+    code: str
+    message: str
+
+
+class Located(_Message, tag="located", frozen=True, array_like=True):
+    """Where the Unix socket is.
+
+    Attributes:
+        address: a path, or "@name" for an abstract address of this network namespace.
+        boot_id: 16 bytes.
+        protocol_version: of the server.
+        fix: what to do when `address` cannot be reached from where the client runs.
+    """
+
+    address: str
+    boot_id: bytes
+    protocol_version: int
+    fix: str
+
+
+class Welcome(_Message, tag="welcome", frozen=True, array_like=True):
+    """The server's side of the handshake; a worker gets the arena's descriptor with it.
+
+    Attributes:
+        protocol_version: of the server.
+        boot_id: 16 bytes: this life of the server.
+        node: the server's `--instance-id`.
+        chunk_tokens: the wished tokens a chunk (`--chunk-size`).
+        fidelity: the lossiest form that the server's tiers may give back.
+        arena_bytes: size of the arena's file.
+        step_bytes: growth step; no slot straddles one.
+        features: names of optional abilities.
+    """
+
+    protocol_version: int
+    boot_id: bytes
+    node: str
+    chunk_tokens: int
+    fidelity: str
+    arena_bytes: int
+    step_bytes: int
+    features: tuple[str, ...] = ()
+
+
+class Ok(_Message, tag="ok", frozen=True, array_like=True):
+    """Done; nothing to say."""
+
+
+class HeartbeatReply(_Message, tag="heartbeat_reply", frozen=True, array_like=True):
+    """What a client must know of the server's state.
+
+    Attributes:
+        boot_id: 16 bytes.
+        epoch: rises with every clear.
+        steps_ready: growth steps of the arena that hold memory, from the first on.
+        layouts: all ranks' layouts of this instance in rank order; empty until all are registered.
+    """
+
+    boot_id: bytes
+    epoch: int
+    steps_ready: int
+    layouts: tuple[ShardLayout, ...] = ()
+
+
+class LookupReply(_Message, tag="lookup_reply", frozen=True, array_like=True):
+    """The longest stored prefix.
+
+    Attributes:
+        count: leading chunks that are complete.
+        lease: handle that holds all of them, 0 when `count` is 0.
+        refs: `REF_BYTES` for each shard of each chunk, chunk after chunk.
+    """
+
+    count: int
+    lease: int
+    refs: bytes
+
+
+class ReserveReply(_Message, tag="reserve_reply", frozen=True, array_like=True):
+    """What may be stored.
+
+    Attributes:
+        reservation: handle, 0 when nothing was reserved.
+        states: a `ChunkState` byte for each key.
+        offsets: `OFFSET_BYTES` for each shard of each RESERVED chunk, chunk after chunk.
+    """
+
+    reservation: int
+    states: bytes
+    offsets: bytes
+
+
+class CommitReply(_Message, tag="commit_reply", frozen=True, array_like=True):
+    """What became of the shard; see `CommitOutcome`."""
+
+    outcome: int
+
+
+class Cleared(_Message, tag="cleared", frozen=True, array_like=True):
+    """What a clear removed (leased slots are freed at their release)."""
+
+    chunks: int
+    size_bytes: int
+
+
+class Pong(_Message, tag="pong", frozen=True, array_like=True):
+    """The control loop runs."""
+
+    boot_id: bytes
+
+
+class StatusReply(_Message, tag="status_reply", frozen=True, array_like=True):
+    """Plain data for status and metrics pages; the shape is in `telemetry.status`."""
+
+    # Any: the page's shape is documented where it is made; the wire only carries it.
+    status: dict[str, Any]
+
+
+Request = (
+    Locate
+    | Hello
+    | Bind
+    | Heartbeat
+    | Lookup
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | Cancel
+    | Loaded
+    | Damaged
+    | Clear
+    | Ping
+    | Status
+    | Goodbye
+)
+Reply = (
+    ErrorReply
+    | Located
+    | Welcome
+    | Ok
+    | HeartbeatReply
+    | LookupReply
+    | ReserveReply
+    | CommitReply
+    | Cleared
+    | Pong
+    | StatusReply
+)
