@@ -1,0 +1,1 @@
+"""How bytes and descriptors get from one process of a node to another; no messages in here."""
