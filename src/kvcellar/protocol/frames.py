@@ -30,6 +30,8 @@ LENGTH_BYTES = 4
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
+# RecursionError: a body that is nested some thousand deep is no message either.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -52,7 +54,7 @@ def decode_request(body: bytes | memoryview) -> Request:
     """
     try:
         return _REQUESTS.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise MalformedError(f"not a request of the kvcellar protocol: {error}") from error
 
 
@@ -64,7 +66,7 @@ def decode_reply(body: bytes | memoryview) -> Reply:
     """
     try:
         return _REPLIES.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise MalformedError(f"not a reply of the kvcellar protocol: {error}") from error
 
 
