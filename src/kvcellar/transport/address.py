@@ -44,12 +44,12 @@ def parse_server_address(host: str, port: int | str, *, port_min: int = 1) -> Tc
 
     Does not block: nothing is resolved.
     """
-    number = _port_from(port, field="port", port_min=port_min)
+    number = _port_from(port, f"port={port!r}", port_min=port_min)
     if not isinstance(host, str):
         raise ConfigError(f"host={host!r} is not text: {_EXAMPLE}")
     name, port_in_host = _split(host)
     if port_in_host is not None:
-        inner = _port_from(port_in_host, field="host", port_min=port_min)
+        inner = _port_from(port_in_host, f"host={host!r}", port_min=port_min)
         if inner != number:
             raise ConfigError(
                 f"host={host!r} says port {inner} but port={number}: "
@@ -94,12 +94,12 @@ def _checked_host(name: str, host: str) -> str:
     return name
 
 
-def _port_from(port: int | str, *, field: str, port_min: int) -> int:
+def _port_from(port: int | str, written: str, *, port_min: int) -> int:
     text = port.strip() if isinstance(port, str) else port
     if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 5:
         text = int(text)
     if isinstance(text, bool) or not isinstance(text, int) or not port_min <= text <= 65_535:
         raise ConfigError(
-            f"{field}={port!r} has no port: write a number from {port_min} to 65535, as in 5555"
+            f"{written} has no port: write a number from {port_min} to 65535, as in 5555"
         )
     return text
