@@ -1,0 +1,145 @@
+"""Where an engine's pages lie, and what copies them.
+
+An engine's half finds its *page runs* (one page for each block at a constant stride); a `Copier`
+moves a chunk's pages between those runs and one slot and adds up the seal's sum on the way. The
+runs name memory by numbers and hold the engine's own storage object, so that nothing here needs
+torch. Made by `engines.vllm.regions`, opened by `engines.copy`, driven by the worker half.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["NOT_WRITTEN", "BlockIds", "Copier", "PageRun", "SlotBytes", "Storage", "merge_adjacent"]
+
+BlockIds = npt.NDArray[np.int64]
+"""Block ids of one chunk in token order, shape [blocks a chunk]."""
+SlotBytes = npt.NDArray[np.uint8]
+"""One slot of the arena, shape [shard bytes], contiguous; a view, owned by the arena's mapping."""
+NOT_WRITTEN = -1
+"""Stands for a block that a load verifies but must not write: the engine holds it already."""
+
+
+class Storage(Protocol):
+    """What is needed of a `torch.UntypedStorage`."""
+
+    def data_ptr(self) -> int:
+        """Return the address of the first byte."""
+        ...
+
+    def nbytes(self) -> int:
+        """Return the size in bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Pages of one region: that of block `b` begins at `offset_bytes + b * stride_bytes`.
+
+    Attributes:
+        names: the layers whose pages lie there, in the order of their bytes.
+        storage: the engine's memory, kept alive by this reference.
+        device: "cpu", "cuda:0" …
+        offset_bytes: where block 0 begins in the storage.
+        stride_bytes: from one block to the next, at least `page_bytes`.
+        page_bytes: bytes of one block.
+        block_count: blocks in the run.
+    """
+
+    names: tuple[str, ...]
+    storage: Storage
+    device: str
+    offset_bytes: int
+    stride_bytes: int
+    page_bytes: int
+    block_count: int
+
+
+class Copier(Protocol):
+    """Moves one chunk at a time between the engine's pages and a slot.
+
+    One thread may store while another loads; neither call is made by two threads at once. Block
+    ids are checked against the runs: one out of range is an `IndexError`, with nothing copied.
+    """
+
+    shard_bytes_a_block: int
+    """Bytes of one block over all runs."""
+
+    def mark(self) -> object:
+        """Return what the copies of this step must wait for.
+
+        Called on the step's thread once the forward pass has been launched; does not block.
+        """
+        ...
+
+    def store(self, blocks: BlockIds, slot: SlotBytes, *, after: object) -> int:
+        """Fill `slot` with the pages of `blocks`, run after run, and return its unfinished seal.
+
+        Blocks the calling thread until the bytes are in the slot; holds no GIL while copying.
+        """
+        ...
+
+    def load(
+        self,
+        slot: SlotBytes,
+        blocks: BlockIds,
+        *,
+        is_sealed: Callable[[int], bool],
+        after: object,
+    ) -> bool:
+        """Fill the pages of `blocks` from `slot` if the whole slot's sum satisfies `is_sealed`.
+
+        Blocks the calling thread until it is done; holds no GIL while copying.
+
+        Args:
+            slot: see `SlotBytes`; all of it is summed.
+            blocks: `NOT_WRITTEN` for those that are not to be touched.
+            is_sealed: whether an unfinished seal is the one that the slot must have.
+            after: see `mark`.
+
+        Returns:
+            Whether the seal matched. If not, the pages hold no byte of the slot (they are either
+            untouched or zero).
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Compile and touch what the first copy would wait for; called on a thread of its own."""
+        ...
+
+
+def merge_adjacent(runs: list[PageRun]) -> list[PageRun]:
+    """Return the runs, each memory once, joined where their pages touch inside the stride.
+
+    Layouts that keep all layers of a block together give runs whose pages follow one another: one
+    run then copies them at once. The order is that of the runs' first layers in `runs`, whatever
+    the addresses are, so that it is the same in every process.
+    """
+    unique: dict[tuple[int, ...], tuple[int, PageRun]] = {}
+    for index, run in enumerate(runs):
+        place = (run.storage.data_ptr(), run.stride_bytes, run.offset_bytes, run.page_bytes)
+        unique.setdefault(place, (index, run))
+    merged: list[tuple[int, PageRun]] = []
+    for _, (index, run) in sorted(unique.items(), key=lambda item: item[0]):
+        if merged and _touch(merged[-1][1], run):
+            earlier, last = merged.pop()
+            joined = replace(
+                last, names=last.names + run.names, page_bytes=last.page_bytes + run.page_bytes
+            )
+            merged.append((min(earlier, index), joined))
+        else:
+            merged.append((index, run))
+    return [run for _, run in sorted(merged, key=lambda item: item[0])]
+
+
+def _touch(left: PageRun, right: PageRun) -> bool:
+    return (
+        left.storage.data_ptr() == right.storage.data_ptr()
+        and left.stride_bytes == right.stride_bytes
+        and left.block_count == right.block_count
+        and left.offset_bytes + left.page_bytes == right.offset_bytes
+        and left.page_bytes + right.page_bytes <= left.stride_bytes
+    )

@@ -1,0 +1,216 @@
+"""Finds the bytes of a block in vLLM's KV cache, and says in the layout what they mean.
+
+vLLM hands a worker one tensor for each layer, in shapes and strides that depend on release,
+attention backend and platform. Copies need none of that, only where a block's page begins; the
+fingerprint needs all of it, because the same bytes mean something else under another backend,
+dtype or instruction set. A layer whose block is not one run of bytes is refused by name. Called by
+the worker half when vLLM registers its caches.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+from kvcellar.engines.pages import PageRun, Storage, merge_adjacent
+from kvcellar.engines.vllm.kv_versions import (
+    backend_name,
+    engine_version,
+    is_keepable,
+    is_transferable,
+    layer_specs,
+    layout_generation,
+    token_shards,
+)
+from kvcellar.errors import UnsupportedModelError
+from kvcellar.layout.shard import PageRegion, ShardLayout
+
+__all__ = ["LayerTensor", "find_runs", "shard_layout"]
+
+
+class LayerTensor(Protocol):
+    """What is needed of a `torch.Tensor`; the blocks are its first dimension."""
+
+    shape: Sequence[int]
+    dtype: object
+    device: object
+
+    def stride(self) -> Sequence[int]:
+        """Return the strides in elements."""
+        ...
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        ...
+
+    def storage_offset(self) -> int:
+        """Return the first element's index in the storage."""
+        ...
+
+    def untyped_storage(self) -> Storage:
+        """Return the memory behind the tensor."""
+        ...
+
+
+def find_runs(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, LayerTensor]
+) -> list[PageRun]:
+    """Return where the pages of all layers lie, in the order in which a shard's bytes lie.
+
+    Args:
+        kv_cache_config: the worker's `KVCacheConfig`.
+        kv_caches: layer name to tensor, as vLLM registers them; names that no group lists share
+            another layer's memory and are passed over.
+
+    Raises:
+        UnsupportedModelError: several KV groups, or a layer whose blocks are not runs of bytes; the
+            message names it.
+    """
+    group = _only_group(kv_cache_config)
+    block_count = int(kv_cache_config.num_blocks)
+    runs = []
+    for name, spec in layer_specs(group).items():
+        if not is_keepable(group, spec):
+            raise UnsupportedModelError(
+                f"layer {name}: its cache is a {type(spec).__name__}, which is not kept; "
+                "serve this model without the connector"
+            )
+        if name not in kv_caches:
+            raise UnsupportedModelError(f"layer {name}: vLLM registered no tensor for it")
+        runs.append(_page_run(name, kv_caches[name], int(spec.page_size_bytes), block_count))
+    devices = sorted({run.device for run in runs})
+    if len(devices) != 1:
+        raise UnsupportedModelError(f"the layers lie on {len(devices)} devices {devices}, not one")
+    return merge_adjacent(runs)
+
+
+def shard_layout(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, LayerTensor],
+    *,
+    runs: Iterable[PageRun],
+    instruction_set: str,
+) -> ShardLayout:
+    """Return this rank's layout, with everything that its bytes depend on in the fingerprint.
+
+    Not in it: addresses, and how many blocks the engine has.
+
+    Args:
+        vllm_config: for rank, cache dtype and attention backends.
+        kv_cache_config: the worker's `KVCacheConfig`.
+        kv_caches: layer name to tensor.
+        runs: what `find_runs` gave.
+        instruction_set: of the CPU that packs the pages; empty where an accelerator does.
+    """
+    group = _only_group(kv_cache_config)
+    parallel = vllm_config.parallel_config
+    block_count = int(kv_cache_config.num_blocks)
+    pages = {
+        name: _describe_page(vllm_config, name, spec, kv_caches[name], block_count)
+        for name, spec in layer_specs(group).items()
+    }
+    runs = list(runs)
+    order = [f"{name} {pages[name]}" for run in runs for name in run.names]
+    lines = [
+        f"vllm {engine_version()}",
+        f"layout {layout_generation(kv_cache_config)}",
+        f"cache dtype {vllm_config.cache_config.cache_dtype}",
+        f"instruction set {instruction_set or 'none'}",
+        f"layers {len(order)}, digest {_digest(order)}",
+        *dict.fromkeys(pages.values()),
+    ]
+    text = "\n".join(lines)
+    return ShardLayout(
+        rank=int(parallel.rank),
+        block_tokens=int(group.kv_cache_spec.block_size) * token_shards(parallel),
+        regions=tuple(PageRegion(run.names[0], run.page_bytes) for run in runs),
+        # Models whose every layer is another kind would give a text without end.
+        format=text
+        if len(text) <= 2048
+        else "\n".join([*lines[:5], f"pages {_digest(lines[5:])}"]),
+    )
+
+
+def _only_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
+    groups = [group for group in kv_cache_config.kv_cache_groups if is_transferable(group)]
+    if len(groups) != 1:
+        named = "; ".join(
+            f"{type(group.kv_cache_spec).__name__} of {group.layer_names[0]} and "
+            f"{len(group.layer_names) - 1} more"
+            for group in groups
+        )
+        raise UnsupportedModelError(
+            f"the model has {len(groups)} KV groups ({named}); kvcellar keeps models with one"
+        )
+    return groups[0]
+
+
+def _page_run(name: str, tensor: LayerTensor, page_bytes: int, block_count: int) -> PageRun:
+    if isinstance(tensor, list | tuple):
+        raise UnsupportedModelError(f"layer {name}: its cache is {len(tensor)} tensors, not one")
+    kernel_blocks = tensor.shape[0]
+    if kernel_blocks == 0 or kernel_blocks % block_count != 0:
+        raise UnsupportedModelError(
+            f"layer {name}: shape {tuple(tensor.shape)} does not begin with a multiple of "
+            f"{block_count} blocks"
+        )
+    # An attention kernel may cut the engine's block into several of its own.
+    ratio = kernel_blocks // block_count
+    element = tensor.element_size()
+    strides = tensor.stride()
+    stride_bytes = strides[0] * element * ratio
+    content_bytes = math.prod(tensor.shape[1:]) * element * ratio
+    dims = list(zip(tensor.shape[1:], strides[1:], strict=True))
+    if ratio > 1:
+        dims.append((ratio, strides[0]))
+    offset_bytes = tensor.storage_offset() * element
+    storage = tensor.untyped_storage()
+    end_bytes = offset_bytes + (block_count - 1) * stride_bytes + page_bytes
+    if (
+        not _is_dense(dims)
+        or content_bytes > page_bytes
+        or (block_count > 1 and stride_bytes < page_bytes)
+        or end_bytes > storage.nbytes()
+    ):
+        raise UnsupportedModelError(
+            f"layer {name}: a block of shape {tuple(tensor.shape)}, strides {tuple(strides)} in a "
+            f"page of {page_bytes} bytes is not one run of bytes; choose a layout that keeps "
+            "blocks whole (VLLM_KV_CACHE_LAYOUT=LBHNC)"
+        )
+    return PageRun(
+        names=(name,),
+        storage=storage,
+        device=str(tensor.device),
+        offset_bytes=offset_bytes,
+        stride_bytes=stride_bytes if block_count > 1 else max(stride_bytes, page_bytes),
+        page_bytes=page_bytes,
+        block_count=block_count,
+    )
+
+
+def _is_dense(dims: Iterable[tuple[int, int]]) -> bool:
+    """Whether (size, stride) pairs in any order cover one run without holes or overlap."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in dims if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _describe_page(
+    vllm_config: VllmConfig, name: str, spec: KVCacheSpec, tensor: LayerTensor, block_count: int
+) -> str:
+    ratio = tensor.shape[0] // block_count
+    return (
+        f"{backend_name(vllm_config, name)} {tensor.dtype} {ratio}x{tuple(tensor.shape[1:])}"
+        f"/{tuple(tensor.stride()[1:])} of {spec!r}"
+    )
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
