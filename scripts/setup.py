@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,8 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # beside a CPU torch they break every import of transformers.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
+UNDER_WAY = "under way"
+
 
 class SetupError(Exception):
     """A step failed; the message says which command and where its output is."""
@@ -63,12 +66,23 @@ class Step:
         """Whether an earlier run completed this step in its present form."""
         return self.stamp.is_file() and self.stamp.read_text(encoding="utf-8") == self.fingerprint
 
+    def was_interrupted(self) -> bool:
+        """Whether an earlier run was killed in the middle of this step."""
+        return self.stamp.is_file() and self.stamp.read_text(encoding="utf-8") == UNDER_WAY
+
     def run(self) -> None:
-        """Do the step, then stamp it; a step that is interrupted leaves no stamp."""
-        self.stamp.unlink(missing_ok=True)
-        self.action()
+        """Do the step, then stamp it as complete."""
+        self._write(UNDER_WAY)
+        try:
+            self.action()
+        except Exception:
+            self.stamp.unlink(missing_ok=True)
+            raise
+        self._write(self.fingerprint)
+
+    def _write(self, text: str) -> None:
         self.stamp.parent.mkdir(parents=True, exist_ok=True)
-        self.stamp.write_text(self.fingerprint, encoding="utf-8")
+        self.stamp.write_text(text, encoding="utf-8")
 
 
 def call(*command: str | Path) -> None:
@@ -77,7 +91,10 @@ def call(*command: str | Path) -> None:
         log.write(f"\n$ {' '.join(map(str, command))}\n")
         log.flush()
         started = time.monotonic()
-        with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT) as process:
+        # The child inherits the lock: should this process be killed, the next run waits for it.
+        with subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, close_fds=False
+        ) as process:
             try:
                 while True:
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,8 +131,8 @@ def scratch() -> Iterator[Path]:
 
 
 def make_venv() -> None:
-    """Make the environment afresh: what an interrupted run left there is not worth trusting."""
-    call(sys.executable, "-m", "venv", "--clear", VENV)
+    """Make an empty environment with a pip that knows dependency groups."""
+    call(sys.executable, "-m", "venv", VENV)
     pip("install", f"pip=={PIP}")
 
 
@@ -245,7 +262,12 @@ def alone() -> Iterator[None]:
     """Wait until no other run works in this checkout, and clear what a killed one left."""
     STACK.mkdir(exist_ok=True)
     with (STACK / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.set_inheritable(lock.fileno(), True)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("setup: waiting for another run in this checkout to end", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         for left in STACK.glob("scratch-*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
@@ -261,6 +283,9 @@ def main() -> int:
         return 1
     with alone():
         plan = steps(with_sources=arguments.sources)
+        if any(step.was_interrupted() for step in plan if step.home == VENV):
+            print("setup: an earlier run was killed; making .venv afresh", flush=True)
+            shutil.rmtree(VENV)
         for number, step in enumerate(plan, start=1):
             if step.is_done():
                 continue
@@ -271,6 +296,9 @@ def main() -> int:
             except (SetupError, subprocess.CalledProcessError, ValueError) as error:
                 print(f"setup: step {step.name} failed: {error}", file=sys.stderr)
                 return 1
+            except KeyboardInterrupt:
+                print("setup: interrupted; run it again to go on from here", file=sys.stderr)
+                return 130
             print(f"       done in {time.monotonic() - started:.0f} s", flush=True)
     return 0
 
