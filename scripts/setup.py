@@ -29,7 +29,7 @@ STACK = ROOT / ".stack"
 PYTHON = VENV / "bin" / "python"
 LOG = STACK / "setup.log"
 
-PIP = "26.3"
+PIP = "pip>=25.1"  # The first that installs dependency groups.
 TORCH = "2.13.0"
 VLLM = "0.32.0"
 VLLM_SOURCES = ("0.25.1", "0.33.0")
@@ -133,7 +133,7 @@ def scratch() -> Iterator[Path]:
 def make_venv() -> None:
     """Make an empty environment with a pip that knows dependency groups."""
     call(sys.executable, "-m", "venv", VENV)
-    pip("install", f"pip=={PIP}")
+    pip("install", PIP)
 
 
 def install_torch() -> None:
@@ -211,7 +211,7 @@ def steps(*, with_sources: bool) -> list[Step]:
             name="venv",
             says=f"a virtual environment for Python {python}",
             home=VENV,
-            fingerprint=f"pip {PIP}",
+            fingerprint=PIP,
             action=make_venv,
         ),
         Step(
