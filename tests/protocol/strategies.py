@@ -33,6 +33,8 @@ def values_of(annotation):
     if annotation in _SCALARS:
         return _SCALARS[annotation]
     members = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Annotated:
+        return values_of(members[0])
     if isinstance(annotation, types.UnionType):
         return st.one_of([values_of(member) for member in members])
     if typing.get_origin(annotation) is tuple:

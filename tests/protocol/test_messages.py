@@ -168,3 +168,12 @@ def test_the_largest_frame_is_accepted_and_one_byte_more_is_not():
     assert [len(body) for body in FrameReader().feed(frame)] == [FRAME_MAX_BYTES]
     with pytest.raises(LimitError):
         encode(messages.Lookup(1, bytes(FRAME_MAX_BYTES - overhead + 1)))
+
+
+@pytest.mark.parametrize("tag", ["release", "heartbeat", "bind"])
+def test_a_runaway_list_is_refused_before_it_is_built(tag):
+    runaway = b"\xdd" + (30_000_000).to_bytes(4, "big") + b"\x01" * 100
+    before = {"release": b"", "heartbeat": b"\x90", "bind": b"\xc4\x01x\x01"}[tag]
+    body = b"\x99" + msgspec.msgpack.encode(tag) + b"\x01" + before + runaway
+    with pytest.raises(MalformedError, match="length <="):
+        decode_request(body)

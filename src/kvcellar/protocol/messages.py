@@ -8,11 +8,12 @@ builds an object for each. The semantics are in docs/protocol.md. Encoded by `fr
 `client` and `server`.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from kvcellar.layout.shard import ShardLayout
+from kvcellar.protocol.limits import HANDLES_MAX, WORLD_SIZE_MAX
 
 __all__ = [
     "OFFSET_BYTES",
@@ -57,6 +58,11 @@ REF_BYTES = 16
 """A slot reference: byte offset in the arena (uint64), seal (uint64), both little-endian."""
 OFFSET_BYTES = 8
 """A slot to write: byte offset in the arena (uint64), little-endian."""
+
+
+# Checked before the list is built: a frame has room for millions of numbers.
+Handles = Annotated[tuple[int, ...], msgspec.Meta(max_length=HANDLES_MAX)]
+ShardSizes = Annotated[tuple[int, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
 
 
 class Role:
@@ -142,7 +148,7 @@ class Bind(_Message, tag="bind", frozen=True, array_like=True):
 
     namespace: bytes
     chunk_tokens: int
-    shard_bytes: tuple[int, ...]
+    shard_bytes: ShardSizes
 
 
 class Heartbeat(_Message, tag="heartbeat", frozen=True, array_like=True):
@@ -157,8 +163,8 @@ class Heartbeat(_Message, tag="heartbeat", frozen=True, array_like=True):
         seen: the highest request id such that this and all earlier replies were processed.
     """
 
-    leases: tuple[int, ...]
-    reservations: tuple[int, ...]
+    leases: Handles
+    reservations: Handles
     seen: int
 
 
@@ -175,7 +181,7 @@ class Lookup(_Message, tag="lookup", frozen=True, array_like=True):
 class Release(_Message, tag="release", frozen=True, array_like=True):
     """Give read leases back by handle; unknown ones are ignored. Reply: `Ok`."""
 
-    leases: tuple[int, ...]
+    leases: Handles
 
 
 class Reserve(_Message, tag="reserve", frozen=True, array_like=True):
