@@ -1,0 +1,1 @@
+"""LMCache's names on top of kvcellar; nothing below imports this package."""

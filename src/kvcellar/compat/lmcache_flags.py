@@ -1,0 +1,178 @@
+"""The flags of `lmcache server` that kvcellar's server does not have itself, each with a verdict.
+
+A command copied from LMCache's guides must start, or say in one line why it cannot. A flag that
+tunes a part which does not exist here is noted and changes nothing; one that asks for something
+the user would miss is refused, because silence would be a lie. `compat.lmcache_cli` hands the
+table to `config.load`.
+"""
+
+from kvcellar.config.flags import ForeignFlag, Takes, Verdict
+
+__all__ = ["LMCACHE_SERVER_FLAGS"]
+
+_LATER = "not yet in kvcellar 0.1: "
+_NO_P2P = _LATER + "sharing between nodes; leave the flag out and each node caches for itself"
+_NO_FLEET = _LATER + "the coordinator; leave the flag out and each node caches for itself"
+_NO_L2 = _LATER + "tiers behind memory; leave the flag out and chunks live in L1"
+_NO_BLEND = _LATER + "CacheBlend; leave the flag out"
+_NO_TRACE = _LATER + "tracing; leave the flag out and read /metrics on --http-port"
+_NO_SCRIPT = "kvcellar runs nobody's code in its server; leave the flag out"
+_NO_DEVICE = _LATER + "L1 is this host's memory; leave the flag out and set --l1-size-gb"
+_ONE_LOOP = "one event loop serves every engine and engines copy for themselves, so no pool waits"
+_NO_POOL = "there is no such pool: memory is taken in the background, in steps"
+_KERNEL_TELLS = "the kernel tells when a client ends; nothing is reaped by a timer"
+_LEASES = "a lease ends with its holder's release or death, not by a timer"
+_ON_DEMAND = "chunks are evicted exactly when memory is needed, so there is no watermark"
+_DESCRIPTOR = "the arena is an anonymous file that engines get as a descriptor"
+_PAGES = "metrics are always at /metrics on --http-port"
+
+
+def _noted(
+    name: str, reason: str, *, takes: int = Takes.ONE, fine: tuple[str, ...] = ()
+) -> ForeignFlag:
+    return ForeignFlag(name, Verdict.NOTED, reason, takes, fine)
+
+
+def _refused(
+    name: str, reason: str, *, takes: int = Takes.ONE, fine: tuple[str, ...] = ()
+) -> ForeignFlag:
+    return ForeignFlag(name, Verdict.REFUSED, reason, takes, fine)
+
+
+def _noted_switch(name: str, reason: str) -> tuple[ForeignFlag, ForeignFlag]:
+    return (
+        _noted(f"--{name}", reason, takes=Takes.NONE),
+        _noted(f"--no-{name}", reason, takes=Takes.NONE),
+    )
+
+
+_SERVER = (
+    _noted(
+        "--transport",
+        "kvcellar's connector speaks kvcellar's own protocol to the same port",
+        fine=("zmq",),
+    ),
+    _noted("--null-block-id", "vLLM's null blocks are recognised and never stored", fine=("0",)),
+    _noted("--max-workers", _ONE_LOOP),
+    _noted("--max-gpu-workers", _ONE_LOOP),
+    _noted("--max-cpu-workers", _ONE_LOOP),
+    _noted("--grpc-server-workers", _ONE_LOOP),
+    _noted(
+        "--hash-algorithm",
+        "keys are blake3 over content and never depend on PYTHONHASHSEED",
+        fine=("blake3",),
+    ),
+    _refused("--engine-type", _NO_BLEND, fine=("default",)),
+    _noted("--supported-transfer-mode", "engines copy between their KV and the mapped arena"),
+    *_noted_switch("isolated-ipc", _DESCRIPTOR + "; no IPC namespace is shared"),
+    _refused("--runtime-plugin-locations", _NO_SCRIPT, takes=Takes.MANY),
+    _refused("--runtime-plugin-config", _NO_SCRIPT, fine=("{}",)),
+    _noted("--shm-name", _DESCRIPTOR + "; it has no name"),
+    _refused("--script-allowed-imports", _NO_SCRIPT, takes=Takes.MANY),
+    _refused("--run-script-api-enabled", _NO_SCRIPT, takes=Takes.NONE),
+    _noted("--no-run-script-api-enabled", _NO_SCRIPT, takes=Takes.NONE),
+    _refused(
+        "--separate-object-groups",
+        _LATER + "models with several KV groups; leave the flag out",
+        takes=Takes.NONE,
+    ),
+    _noted(
+        "--no-separate-object-groups", "a model has one KV group in kvcellar 0.1", takes=Takes.NONE
+    ),
+    _noted("--worker-reap-timeout-seconds", _KERNEL_TELLS),
+    _noted("--session-ttl-seconds", _KERNEL_TELLS),
+    _noted("--worker-registration-grace-seconds", _KERNEL_TELLS),
+    _refused("--enable-segmented-prefix", _NO_BLEND, takes=Takes.NONE),
+    _refused("--enable-dedup-content", _NO_BLEND, takes=Takes.NONE),
+    _refused("--enable-blend-reorder", _NO_BLEND, takes=Takes.NONE),
+    _refused("--enable", _LATER + "experimental features; leave the flag out", takes=Takes.MANY),
+    _noted("--kv-event-log-size", "KV events are not yet in kvcellar 0.1", fine=("0",)),
+    _refused("--server-module", _NO_SCRIPT),
+)
+
+_P2P = tuple(
+    _refused(f"--p2p-{name}", _NO_P2P)
+    for name in (
+        "advertise-url",
+        "listen-url",
+        "lookup-timeout",
+        "load-timeout",
+        "transfer-engine",
+    )
+)
+
+_COORDINATOR = (
+    *(
+        _refused(f"--coordinator-{name}", _NO_FLEET)
+        for name in (
+            "url",
+            "advertise-ip",
+            "heartbeat-interval",
+            "event-flush-interval",
+            "event-transport",
+            "kafka-bootstrap-servers",
+            "kafka-topic",
+            "kafka-delivery-timeout",
+            "blend-timeout",
+            "blend-match-concurrency",
+            "l2-event-flush-interval",
+        )
+    ),
+    *(
+        _refused(f"--coordinator-{name}", _NO_FLEET, takes=Takes.NONE)
+        for name in ("event-reporting", "l2-event-reporting")
+    ),
+)
+
+_STORAGE = (
+    *_noted_switch("l1-use-lazy", _NO_POOL),
+    _noted("--l1-init-size-gb", _NO_POOL),
+    _noted("--l1-align-bytes", "slots are aligned to pages of 4096 bytes", fine=("4096",)),
+    *_noted_switch("l1-use-hugepages", "huge pages are used wherever the kernel gives them"),
+    _refused("--l1-devdax-path", _NO_DEVICE),
+    _refused("--gds-l1-path", _NO_DEVICE),
+    _refused("--gds-l1-backend", _NO_DEVICE, fine=("auto",)),
+    *_noted_switch("gds-l1-use-direct-io", "there is no GDS tier in kvcellar 0.1"),
+    _noted("--l1-write-ttl-seconds", _LEASES),
+    _noted("--l1-read-ttl-seconds", _LEASES),
+    _noted("--eviction-trigger-watermark", _ON_DEMAND),
+    _noted("--eviction-ratio", _ON_DEMAND),
+    _refused("--l2-store-policy", _NO_L2, fine=("default",)),
+    _refused("--l2-prefetch-policy", _NO_L2, fine=("default",)),
+    _noted("--l2-prefetch-max-in-flight", "there is no L2 in kvcellar 0.1"),
+    _noted("--periodic-notifier-interval-ms", "nothing is polled here"),
+    _refused("--l2-adapter", _NO_L2),
+    _refused("--l1-manager", _LATER + "several L1s; leave the flag out and set --l1-size-gb"),
+)
+
+_OBSERVABILITY = (
+    *(
+        _noted(f"--disable-{name}", _PAGES, takes=Takes.NONE)
+        for name in ("observability", "metrics", "grpc-metrics")
+    ),
+    _noted("--disable-logging", "write --log-level ERROR for fewer lines", takes=Takes.NONE),
+    _refused("--enable-tracing", _NO_TRACE, takes=Takes.NONE),
+    _refused("--otlp-endpoint", _NO_TRACE),
+    _noted("--event-bus-queue-size", "there is no event bus"),
+    _noted("--prometheus-port", _PAGES),
+    _noted("--metrics-sample-rate", "every request is counted"),
+    *(
+        _refused(f"--lookup-hash-log-{name}", _LATER + "logs of lookups; leave the flag out")
+        for name in ("dir", "rotation-interval", "rotation-max-size", "max-files")
+    ),
+    *(
+        _noted(name, "the control loop makes no garbage that has to be searched for", takes=takes)
+        for name, takes in (
+            ("--enable-gc-monitor", Takes.NONE),
+            ("--gc-monitor-min-pause-ms", Takes.ONE),
+            ("--gc-monitor-top-objects", Takes.ONE),
+        )
+    ),
+    _noted("--enable-extra-logging", "write --log-level DEBUG for more lines", takes=Takes.NONE),
+    _noted("--extra-logging-interval", "write --log-level DEBUG for more lines"),
+    _refused("--trace-level", _NO_TRACE),
+    _refused("--trace-output", _NO_TRACE),
+)
+
+LMCACHE_SERVER_FLAGS = (*_SERVER, *_P2P, *_COORDINATOR, *_STORAGE, *_OBSERVABILITY)
+"""Every flag of `lmcache server` 0.5.6 that is not a flag of `kvcellar server`."""

@@ -1,0 +1,181 @@
+"""Make the configuration, once: the only place that reads flags' values and the environment.
+
+Every value is checked here, before anything is started, and a mistake is answered with the flag,
+the value and the fix. `kvcellar server` and `lmcache server` call `load_server`.
+"""
+
+import ipaddress
+import math
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvcellar.config.flags import ForeignFlag, read_flags, suggestion
+from kvcellar.config.server import EVICTION_POLICIES, LOG_LEVELS, ServerConfig, settings
+from kvcellar.errors import ConfigError
+from kvcellar.units import bytes_from_gb
+
+__all__ = ["LoadedServer", "load_server"]
+
+CHUNK_TOKENS_MAX = 65_536
+NAME_MAX = 255
+
+
+class LoadedServer(msgspec.Struct, frozen=True):
+    """A checked configuration, and what the user should be told about how it came to be."""
+
+    config: ServerConfig
+    notes: tuple[str, ...]
+
+
+def load_server(
+    arguments: Sequence[str],
+    *,
+    program: str,
+    foreign: Sequence[ForeignFlag] = (),
+    log_level_variable: str = "KVCELLAR_LOG_LEVEL",
+) -> LoadedServer:
+    """Return the server's configuration from its command line.
+
+    Args:
+        arguments: what follows the command's name.
+        program: the command, for its help.
+        foreign: flags of another product that this command answers to.
+        log_level_variable: environment variable that is used when `--log-level` is not given.
+
+    Raises:
+        ConfigError: something is missing, unknown or wrong; the message says what to write.
+    """
+    flags = read_flags(arguments, settings(), program=program, foreign=foreign)
+    values: dict[str, object] = {}
+    for setting in settings():
+        texts = flags.given.get(setting.field)
+        if texts is not None:
+            values[setting.field] = _value(setting.field, setting.flag, texts)
+        elif setting.required:
+            raise ConfigError(_MISSING[setting.field])
+    if "log_level" not in values and log_level_variable in os.environ:
+        values["log_level"] = _log_level(log_level_variable, os.environ[log_level_variable])
+    values.setdefault("instance_id", str(uuid.uuid4()))
+    config = msgspec.convert(values, ServerConfig)
+    if config.port == config.http_port != 0 and config.host == config.http_host:
+        raise ConfigError(
+            f"--port {config.port} and --http-port {config.http_port} are the same: choose two"
+        )
+    return LoadedServer(config, flags.notes)
+
+
+_MISSING = {
+    "l1_bytes": "--l1-size-gb is missing: say how much memory the cache may take, "
+    "as in --l1-size-gb 20",
+    "eviction_policy": "--eviction-policy is missing: write --eviction-policy LRU (or noop)",
+}
+
+
+def _value(field: str, flag: str, texts: Sequence[str]) -> object:
+    if field == "client_uids":
+        return tuple(_uid(flag, text) for text in texts)
+    if len(texts) > 1 and len(set(texts)) > 1:
+        raise ConfigError(f"{flag} is given {len(texts)} times ({', '.join(texts)}): keep one")
+    return _CHECKS[field](flag, texts[0])
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        size_gb = float(text)
+    except ValueError:
+        size_gb = math.nan
+    if not math.isfinite(size_gb):
+        raise ConfigError(f"{flag} {text}: write a number of GB, as in {flag} 20 or {flag} 0.5")
+    size_bytes = bytes_from_gb(size_gb)
+    if size_bytes <= 0:
+        raise ConfigError(f"{flag} {text}: must be more than 0 GB")
+    return size_bytes
+
+
+def _policy(flag: str, text: str) -> str:
+    if text in EVICTION_POLICIES:
+        return text
+    later = {
+        "IsolatedLRU": "quotas for each cache_salt are not yet in kvcellar 0.1; use LRU (chunks of "
+        "different salts never match each other there either)",
+        "ARC": "not yet in kvcellar 0.1; use LRU",
+    }
+    if text in later:
+        raise ConfigError(f"{flag} {text}: {later[text]}")
+    same = [policy for policy in EVICTION_POLICIES if policy.lower() == text.lower()]
+    hint = f"did you mean {same[0]}?" if same else f"choose {' or '.join(EVICTION_POLICIES)}"
+    raise ConfigError(f"{flag} {text}: no such policy; {hint}")
+
+
+def _port(flag: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= 65_535):
+        raise ConfigError(f"{flag} {text}: write a port from 1 to 65535, or 0 for any free one")
+    return int(text)
+
+
+def _host(flag: str, text: str) -> str:
+    host = text.removeprefix("tcp://")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if ":" in bare or bare.replace(".", "").isdigit():
+        try:
+            return str(ipaddress.ip_address(bare))
+        except ValueError:
+            raise ConfigError(
+                f"{flag} {text}: write a host name or an IP address without a port"
+            ) from None
+    if not bare or not all(part.isalnum() for part in bare.replace("-", "").split(".")):
+        raise ConfigError(f"{flag} {text}: write a host name or an IP address, as in localhost")
+    return bare
+
+
+def _chunk_tokens(flag: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= CHUNK_TOKENS_MAX):
+        raise ConfigError(
+            f"{flag} {text}: write tokens from 1 to {CHUNK_TOKENS_MAX}, as in {flag} 256"
+        )
+    return int(text)
+
+
+def _name(flag: str, text: str) -> str:
+    if not text or len(text) > NAME_MAX or not text.isprintable():
+        raise ConfigError(f"{flag} {text!r}: write a name of 1 to {NAME_MAX} printable characters")
+    return text
+
+
+def _folder(flag: str, text: str) -> str:
+    if not text:
+        raise ConfigError(f"{flag} is empty: write a folder, as in {flag} /run/kvcellar")
+    return str(Path(text).expanduser().absolute())
+
+
+def _uid(flag: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**32 - 1):
+        raise ConfigError(f"{flag} {text}: write a numeric user id (see `id -u NAME`)")
+    return int(text)
+
+
+def _log_level(flag: str, text: str) -> str:
+    level = text.upper()
+    if level not in LOG_LEVELS:
+        raise ConfigError(
+            f"{flag} {text}: choose {', '.join(LOG_LEVELS)}{suggestion(level, LOG_LEVELS)}"
+        )
+    return level
+
+
+_CHECKS: dict[str, Callable[[str, str], object]] = {
+    "l1_bytes": _size,
+    "eviction_policy": _policy,
+    "host": _host,
+    "port": _port,
+    "http_host": _host,
+    "http_port": _port,
+    "chunk_tokens": _chunk_tokens,
+    "instance_id": _name,
+    "socket_dir": _folder,
+    "log_level": _log_level,
+}

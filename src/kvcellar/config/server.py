@@ -1,0 +1,178 @@
+"""The configuration of one cache server, and what its documentation says about each setting.
+
+Made once, by `config.load`, and handed down by part; nothing below reads flags or the
+environment. The annotations are the single source for `--help` and docs/configuration.md: what a
+setting means, its unit, and when anybody should change it.
+"""
+
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+__all__ = ["EVICTION_POLICIES", "LOG_LEVELS", "ServerConfig", "Setting", "settings"]
+
+EVICTION_POLICIES = ("LRU", "noop")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def _meta(flag: str, value: str, description: str, *, change: str) -> Meta:
+    return Meta(description=description, extra={"flag": flag, "value": value, "change": change})
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `kvcellar server` was told."""
+
+    l1_bytes: Annotated[
+        int,
+        _meta(
+            "--l1-size-gb",
+            "GB",
+            "Memory for the cache, in GB of 1024³ bytes. It is taken in the background, in steps; "
+            "the server serves from the first second on.",
+            change="Always: as much as the host can spare beside the engines.",
+        ),
+    ]
+    eviction_policy: Annotated[
+        str,
+        _meta(
+            "--eviction-policy",
+            "{LRU,noop}",
+            "What leaves when memory is needed: LRU evicts the least recently used chunks, the "
+            "tail of a prefix before its head; noop evicts nothing, so a full cache stays as it "
+            "is.",
+            change="LRU, unless a fixed set of prompts is to stay for good.",
+        ),
+    ]
+    host: Annotated[
+        str,
+        _meta(
+            "--host",
+            "HOST",
+            "Address of the engines' port. Engines learn the server's Unix socket there, so it "
+            "need be reachable from this host only.",
+            change="When an engine runs in a container of this host with its own network.",
+        ),
+    ] = "localhost"
+    port: Annotated[
+        int,
+        _meta(
+            "--port",
+            "PORT",
+            "The engines' port (`lmcache.mp.port` in an engine's configuration). 0 takes any free "
+            "one; the start line shows it.",
+            change="When several servers share a host.",
+        ),
+    ] = 5555
+    http_host: Annotated[
+        str,
+        _meta(
+            "--http-host",
+            "HOST",
+            "Address of the HTTP pages. From other hosts they can be read; only loopback may "
+            "change anything.",
+            change="0.0.0.0 when Prometheus or a probe calls from outside.",
+        ),
+    ] = "127.0.0.1"
+    http_port: Annotated[
+        int,
+        _meta(
+            "--http-port",
+            "PORT",
+            "Port of /status, /metrics, /healthcheck and /cache/clear. 0 takes any free one.",
+            change="When several servers share a host.",
+        ),
+    ] = 8080
+    chunk_tokens: Annotated[
+        int,
+        _meta(
+            "--chunk-size",
+            "TOKENS",
+            "Tokens a chunk: the unit of storing and finding. A wish: an engine whose blocks do "
+            "not divide it uses the next multiple that they do divide.",
+            change="Smaller finds more of short prompts and costs more bookkeeping.",
+        ),
+    ] = 256
+    instance_id: Annotated[
+        str,
+        _meta(
+            "--instance-id",
+            "NAME",
+            "The server's name in status pages and logs.",
+            change="When a stable name helps; otherwise each start makes a UUID.",
+        ),
+    ] = ""
+    socket_dir: Annotated[
+        str | None,
+        _meta(
+            "--socket-dir",
+            "DIR",
+            "Folder for the Unix socket. Without it the socket is an abstract one, which every "
+            "process in the same network namespace reaches and which leaves nothing behind.",
+            change="When engines run in containers: mount the folder into them.",
+        ),
+    ] = None
+    client_uids: Annotated[
+        tuple[int, ...],
+        _meta(
+            "--client-uid",
+            "UID",
+            "Another user whose processes may connect; may be given several times. The server's "
+            "own user and root always may.",
+            change="When engines run as another user than the server.",
+        ),
+    ] = ()
+    log_level: Annotated[
+        str,
+        _meta(
+            "--log-level",
+            "{DEBUG,INFO,WARNING,ERROR}",
+            "The least important log lines that are written.",
+            change="DEBUG to see each connection.",
+        ),
+    ] = "INFO"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One setting as people see it.
+
+    Attributes:
+        field: name in `ServerConfig`.
+        flag: how it is written.
+        value: placeholder or choices of its value.
+        description: what it does, with unit.
+        change: when to change it.
+        required: it has no default.
+        default: text of the default.
+    """
+
+    field: str
+    flag: str
+    value: str
+    description: str
+    change: str
+    required: bool
+    default: str
+
+
+def settings() -> tuple[Setting, ...]:
+    """Return all settings of `ServerConfig`, in order."""
+    hints = get_type_hints(ServerConfig, include_extras=True)
+    return tuple(
+        _setting(field, hints[field.name].__metadata__[0])
+        for field in msgspec.structs.fields(ServerConfig)
+    )
+
+
+# Any: msgspec types a field's default as such.
+def _setting(field: msgspec.structs.FieldInfo, meta: Any) -> Setting:
+    default = "" if field.required or field.default in {None, ""} else field.default
+    return Setting(
+        field=field.name,
+        flag=meta.extra["flag"],
+        value=meta.extra["value"],
+        description=meta.description,
+        change=meta.extra["change"],
+        required=field.required,
+        default="" if default == () else str(default),
+    )
