@@ -1,0 +1,152 @@
+"""The catalogue: which chunks exist, how they hang together, and whose slots are whose.
+
+Entries form a forest by their parents' keys. An entry stays as long as one of three holds: it is
+complete, a reservation is writing it, another entry has it as parent. The last keeps the count of
+children right when a parent is removed and stored again, and with it the promise that a tail
+leaves before its head. Eviction candidates are told to the policy here, where they become so, and
+slots go back to the allocator here and in `Room`, nowhere else. Called by the store only.
+"""
+
+from kvcellar.memory.slots import SlotAllocator
+from kvcellar.store.entries import Entry, Namespace
+from kvcellar.store.policies import EvictionPolicy
+from kvcellar.store.reservations import Reservation
+
+__all__ = ["Catalog"]
+
+
+class Catalog:
+    """All entries of all namespaces.
+
+    Attributes:
+        allocator: where slots come from.
+        policy: who says what leaves.
+        entries: by key.
+        writers: the reservations that can still make a key complete, oldest first.
+        chunks: complete entries.
+        objects: their shards.
+    """
+
+    def __init__(self, allocator: SlotAllocator, policy: EvictionPolicy) -> None:
+        self.allocator = allocator
+        self.policy = policy
+        self.entries: dict[bytes, Entry] = {}
+        self.writers: dict[bytes, list[Reservation]] = {}
+        self.chunks = 0
+        self.objects = 0
+
+    def link(self, key: bytes, namespace: Namespace, *, parent: bytes) -> Entry:
+        """Return the entry of `key`, made and hung below `parent` if need be.
+
+        From here on the parent is no leaf, so making room for a chunk never evicts its own
+        prefix. An entry that nothing keeps afterwards must be given to `prune`.
+        """
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self._add(key, namespace)
+        if not entry.parent and parent:
+            above = self.entries.get(parent) or self._add(parent, namespace)
+            if above.namespace is namespace and not self._descends(above, entry):
+                entry.parent = above.key
+                above.children += 1
+                self.policy.withdraw(above)
+        return entry
+
+    def prune(self, entry: Entry) -> None:
+        """Drop an entry that nothing keeps any more, and what it alone kept."""
+        above: Entry | None = entry
+        while above and not (above.refs or above.children or above.key in self.writers):
+            below = above
+            del self.entries[below.key]
+            below.namespace.entries -= 1
+            above = self.entries[below.parent] if below.parent else None
+            if above:
+                above.children -= 1
+                self._offer_leaf(above)
+
+    def add_writer(self, entry: Entry, reservation: Reservation) -> None:
+        """Note that `reservation` can make `entry` complete."""
+        self.writers.setdefault(entry.key, []).append(reservation)
+
+    def drop_writer(self, key: bytes, reservation: Reservation) -> None:
+        """Note that it cannot, or has done so."""
+        writers = self.writers[key]
+        writers.remove(reservation)
+        if not writers:
+            del self.writers[key]
+            self.prune(self.entries[key])
+
+    def fill(self, entry: Entry, refs: bytes, *, tick: int) -> None:
+        """Make an entry complete: from now on a lookup finds it."""
+        assert not entry.refs, entry.key.hex()
+        entry.refs = refs
+        entry.tick = tick
+        self.chunks += 1
+        self.objects += len(entry.namespace.shard_bytes)
+        self._offer_leaf(entry)
+
+    def vacate(self, entry: Entry) -> None:
+        """Make a complete entry incomplete: no lookup finds it any more.
+
+        Its slots are free at once, or at the end of its last lease. In that case the leases keep
+        the old record, out of the catalogue, and a new one takes its place among the entries.
+        """
+        assert entry.refs, entry.key.hex()
+        self.chunks -= 1
+        self.objects -= len(entry.namespace.shard_bytes)
+        self.policy.withdraw(entry)
+        if entry.leases:
+            heir = Entry(entry.key, entry.namespace)
+            heir.parent = entry.parent
+            heir.children = entry.children
+            self.entries[entry.key] = heir
+            entry.children = 0
+            self.prune(heir)
+        else:
+            self._free_slots(entry)
+            self.prune(entry)
+
+    def end_last_lease(self, entry: Entry) -> None:
+        """Do what is due when nobody leases a childless record any more."""
+        if self.is_listed(entry):
+            self._offer_leaf(entry)
+        else:
+            self._free_slots(entry)
+
+    def is_listed(self, entry: Entry) -> bool:
+        """Return whether the record is in the catalogue; one that is not lives by its leases."""
+        return self.entries.get(entry.key) is entry
+
+    def free_offsets(self, namespace: Namespace, offsets: bytes) -> None:
+        """Give the slots of a reserved chunk back."""
+        places = namespace.packer.unpack(offsets)
+        for offset, size_bytes in zip(places, namespace.shard_bytes, strict=True):
+            self.allocator.free(offset, size_bytes)
+
+    def _add(self, key: bytes, namespace: Namespace) -> Entry:
+        entry = Entry(key, namespace)
+        self.entries[key] = entry
+        namespace.entries += 1
+        return entry
+
+    def _descends(self, entry: Entry, ancestor: Entry) -> bool:
+        # Keys are hashes of their parents, so only a client that lies can ask for a cycle; it
+        # would keep its entries for ever. One without children has nothing below it.
+        if entry is ancestor:
+            return True
+        if not ancestor.children:
+            return False
+        while entry.parent:
+            entry = self.entries[entry.parent]
+            if entry is ancestor:
+                return True
+        return False
+
+    def _offer_leaf(self, entry: Entry) -> None:
+        if entry.refs and not entry.children and not entry.leases:
+            self.policy.offer(entry)
+
+    def _free_slots(self, entry: Entry) -> None:
+        refs, entry.refs = entry.refs, b""
+        for offset, taken_bytes in entry.namespace.extents_of_refs(refs):
+            self.allocator.free(offset, taken_bytes)

@@ -1,0 +1,74 @@
+"""A reservation: slots for all shards of some chunks that the ranks of one instance will write.
+
+It is complete when every rank has committed, and void as soon as one cannot (it failed or died,
+the scheduler half died, the cache was cleared). A void reservation keeps its slots until no rank
+can touch them any more, for a DMA may still run. Kept in `Holdings`, moved on by the store.
+"""
+
+from typing import NamedTuple
+
+from kvcellar.store.entries import Namespace, OwnerId
+
+__all__ = ["PendingChunk", "Reservation"]
+
+
+class PendingChunk(NamedTuple):
+    """One chunk that is being written.
+
+    Attributes:
+        key: 32 bytes.
+        offsets: `OFFSET_BYTES` for each shard.
+    """
+
+    key: bytes
+    offsets: bytes
+
+
+class Reservation:
+    """The state of one reservation.
+
+    Attributes:
+        handle: its name on the wire; 0 until it is given one.
+        owner: the scheduler half that asked for it.
+        request: id of the request that granted it, in its owner's count.
+        namespace: where its chunks belong.
+        writers: the owner of each rank, in rank order.
+        reserved_s: when it was made.
+        chunks: what is being written.
+        seals: what each rank committed; empty where it has not.
+        out: ranks that may still touch their slots.
+        is_void: its chunks will never become visible.
+    """
+
+    __slots__ = (
+        "chunks",
+        "handle",
+        "is_void",
+        "namespace",
+        "out",
+        "owner",
+        "request",
+        "reserved_s",
+        "seals",
+        "writers",
+    )
+
+    def __init__(
+        self,
+        owner: OwnerId,
+        namespace: Namespace,
+        *,
+        writers: tuple[OwnerId, ...],
+        reserved_s: float,
+        request: int,
+    ) -> None:
+        self.handle = 0
+        self.owner = owner
+        self.namespace = namespace
+        self.writers = writers
+        self.reserved_s = reserved_s
+        self.request = request
+        self.chunks: list[PendingChunk] = []
+        self.seals = [b""] * len(writers)
+        self.out = set(range(len(writers)))
+        self.is_void = False

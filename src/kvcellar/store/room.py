@@ -1,0 +1,122 @@
+"""Room for a chunk: slots for all its shards or for none, evicting only when they are asked for.
+
+First whatever is free; then leaves, as the policy names them; and where shards of several sizes
+have cut the free memory into runs that are all too short, one growth step is emptied whole, the
+coldest in which that is sure to help. Nothing that is leased or being written is ever moved, nor
+is the prefix of the chunk that wants in. Called by the store for each new chunk.
+"""
+
+from collections.abc import Iterator
+
+from kvcellar.store.catalog import Catalog
+from kvcellar.store.entries import Entry
+from kvcellar.store.holdings import Holdings
+from kvcellar.store.leases import Lease
+from kvcellar.store.reservations import Reservation
+from kvcellar.store.statistics import StoreStatistics
+from kvcellar.store.steps import StepMap
+
+__all__ = ["Room"]
+
+_VICTIMS_MAX = 64
+
+
+class Room:
+    """Finds memory in the arena for one store.
+
+    Attributes:
+        steps: the growth steps that are there.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        counters: StoreStatistics,
+        *,
+        leases: Holdings[Lease],
+        reservations: Holdings[Reservation],
+    ) -> None:
+        self.steps = StepMap(catalog.allocator.step_bytes)
+        self._catalog = catalog
+        self._allocator = catalog.allocator
+        self._counters = counters
+        self._leases = leases
+        self._reservations = reservations
+
+    def allocate(self, entry: Entry, pending: Reservation) -> bytes | None:
+        """Return `OFFSET_BYTES` for each shard of the chunk, or None with nothing allocated.
+
+        Args:
+            entry: the chunk, linked below its parent already, so that the parent is no leaf.
+            pending: the reservation in the making, whose slots are not in the books yet.
+        """
+        space = entry.namespace
+        taken: list[int] = []
+        for size_bytes in space.shard_bytes:
+            offset = self._allocator.allocate(size_bytes)
+            if offset is None:
+                offset = self._evict_leaves(size_bytes, entry, pending=pending, taken=taken)
+            if offset is None:
+                for freed, freed_bytes in zip(taken, space.shard_bytes, strict=False):
+                    self._allocator.free(freed, freed_bytes)
+                return None
+            taken.append(offset)
+        return space.packer.pack(*taken)
+
+    def _evict_leaves(
+        self, size_bytes: int, entry: Entry, *, pending: Reservation, taken: list[int]
+    ) -> int | None:
+        # One victim is enough unless it is smaller than what is wanted. Victims whose bytes would
+        # have been enough twice, and still left no run, are scattered: more would be as well.
+        freed_bytes = 0
+        for _ in range(_VICTIMS_MAX):
+            victim = self._catalog.policy.take()
+            if victim is None:
+                return None
+            freed_bytes += victim.namespace.chunk_bytes
+            self._evict(victim)
+            offset = self._allocator.allocate(size_bytes)
+            if offset is not None:
+                return offset
+            if freed_bytes > 2 * size_bytes:
+                break
+        own = [*self._prefix(entry)]
+        victims = self._steps_victims(size_bytes, own, [*self._written(entry, pending, taken)])
+        for victim in victims:
+            self._evict(victim)
+        self._counters.steps_reclaimed += bool(victims)
+        return self._allocator.allocate(size_bytes)
+
+    def _steps_victims(
+        self, size_bytes: int, own: list[Entry], written: list[tuple[int, int]]
+    ) -> list[Entry]:
+        kept = {*own}
+        fixed = written
+        for lease in self._leases:
+            kept.update(lease.entries)
+        for held in kept:
+            fixed.extend(held.namespace.extents_of_refs(held.refs))
+        entries = self._catalog.entries.values()
+        return self.steps.coldest(
+            self._allocator.slot_bytes(size_bytes),
+            movable=(entry for entry in entries if entry.refs and entry not in kept),
+            fixed=fixed,
+        )
+
+    def _written(
+        self, entry: Entry, pending: Reservation, taken: list[int]
+    ) -> Iterator[tuple[int, int]]:
+        yield from zip(taken, entry.namespace.slot_bytes, strict=False)
+        for reservation in (*self._reservations, pending):
+            for chunk in reservation.chunks:
+                yield from reservation.namespace.extents_of_offsets(chunk.offsets)
+
+    def _prefix(self, entry: Entry) -> Iterator[Entry]:
+        while entry.parent:
+            entry = self._catalog.entries[entry.parent]
+            if entry.refs:
+                yield entry
+
+    def _evict(self, victim: Entry) -> None:
+        self._catalog.vacate(victim)
+        self._counters.evicted += 1
