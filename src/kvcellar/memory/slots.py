@@ -178,9 +178,7 @@ class SlotAllocator:
         assert by_size == self._run_bytes
         assert all(self._runs_by_size.values()), "an empty list is kept"
         assert sorted(self._runs_by_size) == self._sizes
-        steps_bytes = sum(
-            end - index * self.step_bytes for index, end in self._step_ends.items()
-        )
+        steps_bytes = sum(end - index * self.step_bytes for index, end in self._step_ends.items())
         assert steps_bytes == self._total_bytes, (steps_bytes, self._total_bytes)
         assert 0 <= self._free_bytes <= self._total_bytes
 
