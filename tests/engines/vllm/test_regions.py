@@ -210,23 +210,23 @@ def test_blocks_that_are_not_outermost_are_refused_by_layer():
         find_runs(config_of({"kv first": spec}, 5), tensors)
 
 
-def test_several_groups_are_refused_with_their_names():
-    spec = attention_spec()
-    groups = [KVCacheGroupSpec(["full"], spec), KVCacheGroupSpec(["window", "more"], spec)]
-    config = KVCacheConfig(num_blocks=3, kv_cache_tensors=[], kv_cache_groups=groups)
-    with pytest.raises(UnsupportedModelError, match=r"2 KV groups .*full.*window and 1 more"):
-        find_runs(config, {})
-
-
-def test_groups_that_are_not_transferred_are_passed_over():
-    spec = attention_spec()
-    tensors = placed_views(KVCacheLayout.LBHNC, spec, ["a"], 3)
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([{}, {}], "2 KV groups .l0; l1."),
+        ([{"is_eagle_group": True}], "1 KV groups .l0 drafts tokens"),
+        ([{"enable_kv_transfer": False}], "1 KV groups .l0 is closed to connectors"),
+        ([{"host_resident": True}], "1 KV groups .l0 lies in host memory"),
+    ],
+)
+def test_anything_but_one_plain_group_is_refused_with_names(flags, expected):
     groups = [
-        KVCacheGroupSpec(["a"], spec),
-        KVCacheGroupSpec(["replica"], spec, enable_kv_transfer=False),
+        KVCacheGroupSpec([f"l{index}"], attention_spec(), **flag)
+        for index, flag in enumerate(flags)
     ]
     config = KVCacheConfig(num_blocks=3, kv_cache_tensors=[], kv_cache_groups=groups)
-    assert [run.names for run in find_runs(config, tensors)] == [("a",)]
+    with pytest.raises(UnsupportedModelError, match=expected):
+        find_runs(config, {})
 
 
 def test_a_state_cache_is_refused_by_layer():

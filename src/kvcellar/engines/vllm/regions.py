@@ -7,28 +7,26 @@ dtype or instruction set. A layer whose block is not one run of bytes is refused
 the worker half when vLLM registers its caches.
 """
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+import vllm
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheTensor
 
 from kvcellar.engines.pages import PageRun, Storage, merge_adjacent
-from kvcellar.engines.vllm.kv_versions import (
-    backend_name,
-    engine_version,
-    is_keepable,
-    is_transferable,
-    layer_specs,
-    layout_generation,
-    token_shards,
-)
+from kvcellar.engines.vllm.versions import group_flags, optional
 from kvcellar.errors import UnsupportedModelError
 from kvcellar.layout.shard import PageRegion, ShardLayout
 
 __all__ = ["LayerTensor", "find_runs", "shard_layout"]
+
+
+# Any: vLLM's configuration objects, see `versions`.
+
+_FORMAT_MAX = 2048
 
 
 class LayerTensor(Protocol):
@@ -55,9 +53,7 @@ class LayerTensor(Protocol):
         ...
 
 
-def find_runs(
-    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, LayerTensor]
-) -> list[PageRun]:
+def find_runs(kv_cache_config: Any, kv_caches: Mapping[str, LayerTensor]) -> list[PageRun]:
     """Return where the pages of all layers lie, in the order in which a shard's bytes lie.
 
     Args:
@@ -72,8 +68,8 @@ def find_runs(
     group = _only_group(kv_cache_config)
     block_count = int(kv_cache_config.num_blocks)
     runs = []
-    for name, spec in layer_specs(group).items():
-        if not is_keepable(group, spec):
+    for name, spec in _layer_specs(group).items():
+        if not isinstance(spec, AttentionSpec):
             raise UnsupportedModelError(
                 f"layer {name}: its cache is a {type(spec).__name__}, which is not kept; "
                 "serve this model without the connector"
@@ -88,8 +84,8 @@ def find_runs(
 
 
 def shard_layout(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
+    vllm_config: Any,
+    kv_cache_config: Any,
     kv_caches: Mapping[str, LayerTensor],
     *,
     runs: Iterable[PageRun],
@@ -111,13 +107,13 @@ def shard_layout(
     block_count = int(kv_cache_config.num_blocks)
     pages = {
         name: _describe_page(vllm_config, name, spec, kv_caches[name], block_count)
-        for name, spec in layer_specs(group).items()
+        for name, spec in _layer_specs(group).items()
     }
     runs = list(runs)
     order = [f"{name} {pages[name]}" for run in runs for name in run.names]
     lines = [
-        f"vllm {engine_version()}",
-        f"layout {layout_generation(kv_cache_config)}",
+        f"vllm {vllm.__version__.partition('+')[0]}",
+        f"layout {_layout_generation(kv_cache_config)}",
         f"cache dtype {vllm_config.cache_config.cache_dtype}",
         f"instruction set {instruction_set or 'none'}",
         f"layers {len(order)}, digest {_digest(order)}",
@@ -126,27 +122,37 @@ def shard_layout(
     text = "\n".join(lines)
     return ShardLayout(
         rank=int(parallel.rank),
-        block_tokens=int(group.kv_cache_spec.block_size) * token_shards(parallel),
+        block_tokens=int(group.kv_cache_spec.block_size),
         regions=tuple(PageRegion(run.names[0], run.page_bytes) for run in runs),
         # Models whose every layer is another kind would give a text without end.
         format=text
-        if len(text) <= 2048
+        if len(text) <= _FORMAT_MAX
         else "\n".join([*lines[:5], f"pages {_digest(lines[5:])}"]),
     )
 
 
-def _only_group(kv_cache_config: KVCacheConfig) -> KVCacheGroupSpec:
-    groups = [group for group in kv_cache_config.kv_cache_groups if is_transferable(group)]
-    if len(groups) != 1:
-        named = "; ".join(
-            f"{type(group.kv_cache_spec).__name__} of {group.layer_names[0]} and "
-            f"{len(group.layer_names) - 1} more"
-            for group in groups
-        )
+def _only_group(kv_cache_config: Any) -> Any:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or group_flags(groups[0]):
+        named = "; ".join(" ".join([group.layer_names[0], *group_flags(group)]) for group in groups)
         raise UnsupportedModelError(
-            f"the model has {len(groups)} KV groups ({named}); kvcellar keeps models with one"
+            f"the model has {len(groups)} KV groups ({named}); kvcellar keeps models with one "
+            "plain group"
         )
     return groups[0]
+
+
+def _layer_specs(group: Any) -> Mapping[str, Any]:
+    """Return each layer's own specification; layers of one group may have pages of other sizes."""
+    each = optional(group.kv_cache_spec, "kv_cache_specs") or {}
+    return {name: each.get(name, group.kv_cache_spec) for name in group.layer_names}
+
+
+def _layout_generation(kv_cache_config: Any) -> str:
+    """Return how this release shapes layers, with the physical order where it has a name."""
+    if "layers" in {field.name for field in dataclasses.fields(KVCacheTensor)}:
+        return f"views {kv_cache_config.kv_cache_layout}"
+    return "backend shapes"
 
 
 def _page_run(name: str, tensor: LayerTensor, page_bytes: int, block_count: int) -> PageRun:
@@ -203,11 +209,12 @@ def _is_dense(dims: Iterable[tuple[int, int]]) -> bool:
 
 
 def _describe_page(
-    vllm_config: VllmConfig, name: str, spec: KVCacheSpec, tensor: LayerTensor, block_count: int
+    vllm_config: Any, name: str, spec: Any, tensor: LayerTensor, block_count: int
 ) -> str:
     ratio = tensor.shape[0] // block_count
+    layer = vllm_config.compilation_config.static_forward_context[name]
     return (
-        f"{backend_name(vllm_config, name)} {tensor.dtype} {ratio}x{tuple(tensor.shape[1:])}"
+        f"{layer.get_attn_backend().get_name()} {tensor.dtype} {ratio}x{tuple(tensor.shape[1:])}"
         f"/{tuple(tensor.stride()[1:])} of {spec!r}"
     )
 
