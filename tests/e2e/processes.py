@@ -2,7 +2,8 @@
 
 Each program runs in a session of its own with its output in a file, so that whatever it spawned
 can be found again, also after the program itself was killed. (A mark in the environment would not
-do: a process that sets its title, as vLLM's do, overwrites the kernel's copy of it.) Used by `cellar` and `engine`; knows neither.
+do: a process that sets its title, as vLLM's do, overwrites the kernel's copy of it.) Used by
+`cellar` and `engine`; knows neither.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +23,11 @@ __all__ = ["ROOT", "Program", "Surroundings", "eventually", "free_port"]
 ROOT = Path(__file__).parent.parent.parent
 POLL_S = 0.02
 
+# As in an activated virtual environment: the commands of the interpreter that runs the tests.
+_PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 _PR_SET_PDEATHSIG = 1
+_SHARED_MEMORY = Path("/dev/shm")
+_VLLM_SEGMENT = "vllm_dist_"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -73,7 +79,7 @@ class Program:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "PATH": _PATH, **(environment or {})},
                 start_new_session=True,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread of ours holds a lock here.
             )
@@ -190,24 +196,32 @@ class Surroundings:
     """What the machine's shared places held at one moment, to see later what was left in them.
 
     Other programs come and go meanwhile, so only what no live process uses, or what carries the
-    project's name, counts as left behind.
+    project's name, counts as left behind. vLLM's own tensor-parallel segments do not: its workers
+    are killed before they can unlink them, with or without a connector.
     """
 
     def __init__(self) -> None:
         self._memory = _shared_memory_names()
         self._sockets = _unix_sockets()
 
+    def remove_what_vllm_leaves(self) -> None:
+        """Unlink vLLM's orphaned shared-memory segments that are newer than this object."""
+        for name in _shared_memory_names() - self._memory - _mapped_shared_memory():
+            if name.startswith(_VLLM_SEGMENT):
+                (_SHARED_MEMORY / name).unlink(missing_ok=True)
+
     def left_behind(self, ports: Sequence[int] = ()) -> list[str]:
         """Return what is there now and was not then: files, sockets, listeners on `ports`."""
         used = _mapped_shared_memory()
-        left = [f"/dev/shm/{name}" for name in _shared_memory_names() - self._memory - used]
+        names = _shared_memory_names() - self._memory - used
+        left = [f"/dev/shm/{name}" for name in names if not name.startswith(_VLLM_SEGMENT)]
         left += [name for name in _unix_sockets() - self._sockets if "kvcellar" in name]
         left += [f"port {port}" for port in _listening_ports() & set(ports)]
         return sorted(left)
 
 
 def _shared_memory_names() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    return {path.name for path in _SHARED_MEMORY.iterdir()}
 
 
 def _mapped_shared_memory() -> set[str]:
@@ -216,7 +230,7 @@ def _mapped_shared_memory() -> set[str]:
     for process in psutil.process_iter():
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
-            opened = [os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
+            opened = [str(fd.readlink()) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
         except OSError:
             continue
         for line in [*maps.splitlines(), *opened]:
