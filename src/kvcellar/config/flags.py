@@ -117,13 +117,19 @@ def _parser(
     for setting in settings:
         default = f" Default: {setting.default}." if setting.default else ""
         text = f"{setting.description}{' Required.' if setting.required else default}"
-        parser.add_argument(
-            setting.flag,
-            dest=setting.field,
-            metavar=setting.value,
-            action="append",
-            help=text.replace("%", "%%"),
-        )
+        text = text.replace("%", "%%")
+        if setting.value:
+            parser.add_argument(
+                setting.flag,
+                dest=setting.field,
+                metavar=setting.value,
+                action="append",
+                help=text,
+            )
+        else:
+            parser.add_argument(
+                setting.flag, dest=setting.field, action="store_true", default=None, help=text
+            )
     for flag in foreign:
         if flag.takes == Takes.NONE:
             parser.add_argument(
@@ -163,9 +169,7 @@ def _as_list(value: object) -> list[object]:
     return [part for item in value for part in _as_list(item)]
 
 
-def _explain_unknown(
-    word: str, settings: Sequence[Setting], foreign: Sequence[ForeignFlag]
-) -> str:
+def _explain_unknown(word: str, settings: Sequence[Setting], foreign: Sequence[ForeignFlag]) -> str:
     if not word.startswith("-"):
         return f"{word!r} is no flag: everything here is written as --name value"
     name = word.partition("=")[0]

@@ -5,7 +5,7 @@ environment. The annotations are the single source for `--help` and docs/configu
 setting means, its unit, and when anybody should change it.
 """
 
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -139,7 +139,7 @@ class Setting(msgspec.Struct, frozen=True):
     Attributes:
         field: name in `ServerConfig`.
         flag: how it is written.
-        value: placeholder or choices of its value.
+        value: placeholder or choices of its value; empty for a switch.
         description: what it does, with unit.
         change: when to change it.
         required: it has no default.
@@ -164,9 +164,10 @@ def settings() -> tuple[Setting, ...]:
     )
 
 
-# Any: msgspec types a field's default as such.
-def _setting(field: msgspec.structs.FieldInfo, meta: Any) -> Setting:
-    default = "" if field.required or field.default in {None, ""} else field.default
+def _setting(field: msgspec.structs.FieldInfo, meta: Meta) -> Setting:
+    assert meta.extra is not None, field.name
+    assert meta.description is not None, field.name
+    has_default = not field.required and field.default not in (None, "", ())
     return Setting(
         field=field.name,
         flag=meta.extra["flag"],
@@ -174,5 +175,5 @@ def _setting(field: msgspec.structs.FieldInfo, meta: Any) -> Setting:
         description=meta.description,
         change=meta.extra["change"],
         required=field.required,
-        default="" if default == () else str(default),
+        default=str(field.default) if has_default else "",
     )

@@ -67,7 +67,9 @@ class EventLog:
         """Log what an operator should look into; kvcellar goes on."""
         self._log(logging.WARNING, event, fields)
 
-    def error(self, event: str, *, exception: BaseException | None = None, **fields: object) -> None:
+    def error(
+        self, event: str, *, exception: BaseException | None = None, **fields: object
+    ) -> None:
         """Log a failure once, where it is handled.
 
         Args:

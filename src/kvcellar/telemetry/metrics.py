@@ -103,8 +103,7 @@ def render(values: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# Any: see `render`.
-def _samples(family: Family, value: Any) -> Iterator[str]:
+def _samples(family: Family, value: Any) -> Iterator[str]:  # noqa: ANN401 - see `render`.
     if family.kind == "histogram":
         snapshot = (
             msgspec.convert(value, HistogramSnapshot)

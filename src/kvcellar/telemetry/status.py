@@ -24,6 +24,7 @@ class ArenaFacts(msgspec.Struct, frozen=True):
         step_bytes: a growth step.
         steps_ready: steps that hold memory.
         steps: steps in all.
+        waits_for_bytes: memory that must become free before growth goes on; 0 while it does.
     """
 
     configured_bytes: int
@@ -31,6 +32,7 @@ class ArenaFacts(msgspec.Struct, frozen=True):
     step_bytes: int
     steps_ready: int
     steps: int
+    waits_for_bytes: int
 
 
 class StoreFacts(msgspec.Struct, frozen=True):

@@ -1,0 +1,1 @@
+"""The node's process: connections in, calls into the store, replies out; and its HTTP process."""

@@ -1,0 +1,258 @@
+"""The control process: everything wired together, started, and stopped without a trace.
+
+`run` is what the commands call. What can be wrong (the size, a taken port, the folder) is found
+before anything is started and answered with the flag to change. Then sockets first, memory in the
+background, HTTP in its own process: the first client is served while the arena still grows.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvcellar import __version__
+from kvcellar.clock import Clock, SystemClock
+from kvcellar.config.server import ServerConfig
+from kvcellar.errors import ConfigError
+from kvcellar.memory.arena import Arena, ArenaGrower
+from kvcellar.memory.limits import check_l1_size
+from kvcellar.memory.slots import SlotAllocator, step_size_bytes
+from kvcellar.protocol.messages import PROTOCOL_VERSION, Hello, Role
+from kvcellar.server.deaths import DeathWatch
+from kvcellar.server.door import Door
+from kvcellar.server.http_child import HttpChild
+from kvcellar.server.listener import UnixListener
+from kvcellar.server.node import ArenaShape, Node
+from kvcellar.server.strangers import Strangers
+from kvcellar.store.limits import StoreLimits
+from kvcellar.store.machine import Store
+from kvcellar.store.policies import policy_from_name
+from kvcellar.telemetry.logs import EventLog, setup_logging
+from kvcellar.transport.address import TcpAddress
+from kvcellar.transport.sockets import listen_tcp, listen_unix
+from kvcellar.units import format_bytes
+
+__all__ = ["ControlServer", "run"]
+
+_DESCRIPTORS_WANTED = 65_536
+_HTTP_PORT_WAIT_S = 1.0
+_HTTP_PORT_POLL_S = 0.02
+
+_log = EventLog("kvcellar.server")
+
+
+def run(config: ServerConfig, notes: Sequence[str] = ()) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        config: checked by `config.load`.
+        notes: lines to log first, about flags that mean nothing here.
+
+    Raises:
+        ConfigError: the server cannot start; the message says what to change.
+    """
+    setup_logging(config.log_level)
+    for note in notes:
+        _log.warning("flag without effect", note=note)
+    check_l1_size(config.l1_bytes)
+    _raise_descriptor_limit()
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: ServerConfig) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    server = ControlServer(config, SystemClock())
+    try:
+        await server.start()
+        _keep_collections_short()
+        await stopping.wait()
+        _log.info("stopping", boot_id=server.node.boot_id.hex()[:8])
+    finally:
+        server.stop()
+    _log.info("stopped", boot_id=server.node.boot_id.hex()[:8])
+
+
+class ControlServer:
+    """One server of a node, on the running loop."""
+
+    def __init__(self, config: ServerConfig, clock: Clock) -> None:
+        """Make the parts; nothing is opened but the arena's empty file.
+
+        Raises:
+            ArenaMapError: the kernel gives no shared memory.
+        """
+        self._config = config
+        self._clock = clock
+        shape = ArenaShape(config.l1_bytes, step_size_bytes(config.l1_bytes))
+        self._arena = Arena.create(shape.size_bytes, shape.step_bytes)
+        store = Store(
+            SlotAllocator(shape.step_bytes),
+            policy_from_name(config.eviction_policy),
+            limits=StoreLimits(arena_bytes=shape.size_bytes),
+        )
+        self.node = Node(config, store, arena=shape, deaths=DeathWatch(), clock=clock)
+        self._strangers = Strangers(self.node.meters, clock)
+        self._door = Door(self.node, self._strangers)
+        self._listener: UnixListener | None = None
+        self._http: HttpChild | None = None
+        self._socket_path: Path | None = None
+        loop = asyncio.get_running_loop()
+        self._grower = ArenaGrower(
+            self._arena,
+            lambda offset, size: _from_thread(loop, self.node.step_arrived, offset, size),
+        )
+
+    async def start(self) -> None:
+        """Open the sockets, then start the HTTP process and the arena's growth.
+
+        Raises:
+            ConfigError: a port or folder cannot be used.
+        """
+        config = self._config
+        tcp = listen_tcp(TcpAddress(config.host, config.port))
+        port = int(tcp[0].getsockname()[1])
+        try:
+            http = await self._listen_http()
+            self.node.address = self._unix_address(port)
+            unix = listen_unix(self.node.address)
+            if config.socket_dir is not None:
+                self._socket_path = Path(self.node.address)
+        except BaseException:
+            for sock in tcp:
+                sock.close()
+            raise
+        self._listener = UnixListener(
+            unix,
+            self.node,
+            self._strangers,
+            arena_fd=self._arena.fd,
+            allowed_uids=frozenset({os.getuid(), 0, *config.client_uids}),
+        )
+        await self._door.open(tcp)
+        self._http = HttpChild(
+            http,
+            self._attach_child,
+            on_restart=self._count_restart,
+            log_level=config.log_level,
+            clock=self._clock,
+        )
+        self._set_checks(self._listener, self._http)
+        self._http.start()
+        self._grower.start()
+        self._log_start(port, int(http[0].getsockname()[1]))
+
+    def stop(self) -> None:
+        """Close everything; blocks for well under a second. May be called after a failed start."""
+        self._door.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._http is not None:
+            self._http.stop()
+        if self._socket_path is not None:
+            self._socket_path.unlink(missing_ok=True)
+        if self._grower.stop():
+            self._arena.close()
+
+    async def _listen_http(self) -> list[socket.socket]:
+        """Listen for HTTP; the process of a server that was just killed may hold the port yet."""
+        address = TcpAddress(self._config.http_host, self._config.http_port)
+        deadline_s = self._clock.monotonic_s() + _HTTP_PORT_WAIT_S
+        while True:
+            try:
+                return listen_tcp(address)
+            except ConfigError as error:
+                if "taken" not in str(error) or self._clock.monotonic_s() > deadline_s:
+                    text = str(error).replace("--port", "--http-port")
+                    raise ConfigError(text.replace("--host", "--http-host")) from error
+            await asyncio.sleep(_HTTP_PORT_POLL_S)
+
+    def _unix_address(self, port: int) -> str:
+        if self._config.socket_dir is None:
+            return f"@kvcellar/{port}/{self.node.boot_id.hex()[:8]}"
+        folder = Path(self._config.socket_dir)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--socket-dir {folder}: cannot make the folder: {error.strerror}"
+            ) from error
+        return str(folder / f"{port}.sock")
+
+    def _attach_child(self, sock: socket.socket, on_lost: Callable[[], None]) -> None:
+        assert self._listener is not None
+        hello = Hello(
+            0,
+            protocol_version=PROTOCOL_VERSION,
+            role=Role.TOOL,
+            client_id=uuid.uuid4().bytes,
+            instance_id="",
+            pid=0,
+            software=f"kvcellar {__version__} http",
+        )
+        self._listener.attach_child(sock, hello, on_lost)
+
+    def _count_restart(self) -> None:
+        self.node.meters.http_restarts += 1
+
+    def _set_checks(self, listener: UnixListener, http: HttpChild) -> None:
+        self.node.waits_for_bytes = lambda: self._grower.waits_for_bytes
+        self.node.checks = {
+            "arena": lambda: self._grower.failure or "",
+            "door": self._door.check,
+            "http": http.check,
+            "socket": listener.check,
+        }
+
+    def _log_start(self, port: int, http_port: int) -> None:
+        config = self._config
+        _log.info(
+            "started",
+            version=__version__,
+            node=config.instance_id,
+            boot_id=self.node.boot_id.hex()[:8],
+            engines=str(TcpAddress(config.host, port)),
+            socket=self.node.address,
+            http=f"http://{TcpAddress(config.http_host, http_port)}".replace("tcp://", ""),
+            l1=format_bytes(config.l1_bytes),
+            step=format_bytes(self._arena.step_bytes),
+            eviction=config.eviction_policy,
+            chunk_tokens=config.chunk_tokens,
+            uids=",".join(str(uid) for uid in sorted({os.getuid(), 0, *config.client_uids})),
+        )
+
+
+def _from_thread(
+    loop: asyncio.AbstractEventLoop, act: Callable[[int, int], None], offset: int, size: int
+) -> None:
+    # The loop may have ended while the grower finished its last step.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(act, offset, size)
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many connections as the system does: each takes a socket and a pidfd."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else hard
+    wanted = min(wanted, _DESCRIPTORS_WANTED)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _keep_collections_short() -> None:
+    """Keep the garbage collector from walking the whole catalogue.
+
+    Nothing in the catalogue is a cycle, and a full collection of a million entries stops the loop
+    for a third of a second. The young generations are still collected.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(2_000, 20, 1_000_000)

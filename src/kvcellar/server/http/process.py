@@ -1,0 +1,60 @@
+"""The HTTP process: its entry, and how it ends with its parent.
+
+Started by `server.http_child` with inherited sockets: the line to the control loop and the
+listening sockets, which the parent opened so that a taken port is reported at start and a restart
+of this process loses no connection. It lives exactly as long as its parent: the line's end and the
+kernel's parent-death signal both end it at once.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+from collections.abc import Sequence
+
+import uvicorn
+
+from kvcellar.server.http.control_line import ControlLine
+from kvcellar.server.http.pages import make_app
+from kvcellar.telemetry.logs import setup_logging
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_CONNECTIONS_MAX = 256
+_KEEP_ALIVE_S = 15
+
+
+def main(line_fd: int, listener_fds: Sequence[int], log_level: str) -> None:
+    """Serve until the control process ends.
+
+    Args:
+        line_fd: socket to the control process; owned from here on.
+        listener_fds: listening TCP sockets; owned from here on.
+        log_level: see `setup_logging`.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    setup_logging(log_level)
+    asyncio.run(_serve(line_fd, listener_fds))
+
+
+async def _serve(line_fd: int, listener_fds: Sequence[int]) -> None:
+    # Not an orderly end: every answer would need the control process, which is gone.
+    line = await ControlLine.open(socket.socket(fileno=line_fd), on_close=lambda: os._exit(0))
+    config = uvicorn.Config(
+        make_app(line),
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        log_level="warning",
+        limit_concurrency=_CONNECTIONS_MAX,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+    await server.serve(sockets=[socket.socket(fileno=fd) for fd in listener_fds])

@@ -1,0 +1,314 @@
+"""Requests in, replies out: what each message of a client means to the store.
+
+A table from message to method, and another that says which roles may send it. A failure that has
+a name is answered as an `ErrorReply` and ends nothing; the caller closes the connection when the
+message itself was malformed. An exception without a name is a bug: it is answered, logged with
+its traceback, and the server reports itself as unhealthy, because its books may be wrong.
+"""
+
+from collections.abc import Callable, Sized
+from typing import Any
+
+from kvcellar.errors import (
+    KVCellarError,
+    LimitError,
+    MalformedError,
+    MismatchError,
+    NotRegisteredError,
+)
+from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.protocol.limits import HANDLES_MAX, KEYS_MAX
+from kvcellar.protocol.messages import (
+    Abort,
+    Bind,
+    Cancel,
+    Clear,
+    Cleared,
+    Commit,
+    CommitReply,
+    Damaged,
+    ErrorReply,
+    Goodbye,
+    Heartbeat,
+    HeartbeatReply,
+    Loaded,
+    Lookup,
+    LookupReply,
+    Ok,
+    Ping,
+    Pong,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    ReserveReply,
+    Role,
+    Status,
+    StatusReply,
+)
+from kvcellar.server.facts import status_with_metrics
+from kvcellar.server.instances import Client, Instance
+from kvcellar.server.node import Node
+from kvcellar.telemetry.logs import EventLog
+
+__all__ = ["Requests"]
+
+_ANYONE = frozenset({Role.SCHEDULER, Role.WORKER, Role.TOOL})
+_ENGINES = frozenset({Role.SCHEDULER, Role.WORKER})
+_SCHEDULERS = frozenset({Role.SCHEDULER})
+_WORKERS = frozenset({Role.WORKER})
+
+_log = EventLog("kvcellar.server")
+
+
+class Requests:
+    """Answers the requests of clients that have said hello."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._store = node.store
+        self._meters = node.meters
+        self._clock = node.clock
+        # Any: each method takes its own message; the table pairs them.
+        self._table: dict[type, tuple[frozenset[str], Callable[[Client, Any], Reply]]] = {
+            Lookup: (_SCHEDULERS, self._lookup),
+            Release: (_SCHEDULERS, self._release),
+            Reserve: (_SCHEDULERS, self._reserve),
+            Commit: (_WORKERS, self._commit),
+            Abort: (_WORKERS, self._abort),
+            Cancel: (_SCHEDULERS, self._cancel),
+            Heartbeat: (_ANYONE, self._heartbeat),
+            Loaded: (_WORKERS, self._loaded),
+            Damaged: (_ENGINES, self._damaged),
+            Bind: (_SCHEDULERS, self._bind),
+            Clear: (frozenset({Role.SCHEDULER, Role.TOOL}), self._clear),
+            Ping: (_ANYONE, self._ping),
+            Status: (_ANYONE, self._status),
+            Goodbye: (_ANYONE, self._goodbye),
+        }
+
+    def answer(self, client: Client, request: Request) -> Reply:
+        """Return the one reply to a request; a failure that has a name becomes an `ErrorReply`.
+
+        Raises:
+            MalformedError: the request is not one; the caller answers it and closes.
+        """
+        try:
+            return self._method(client, request)(client, request)
+        except MalformedError:
+            raise
+        except KVCellarError as error:
+            self._meters.error_replies[error.code] += 1
+            return ErrorReply(request.id, error.code, str(error))
+        except Exception as error:  # noqa: BLE001 - a request ends here, the server goes on.
+            return self._bug(request, error)
+
+    # Any: see the table.
+    def _method(self, client: Client, request: Request) -> Callable[[Client, Any], Reply]:
+        entry = self._table.get(type(request))
+        if entry is None:
+            raise MalformedError(f"{_name(request)} has no place after the hello")
+        roles, method = entry
+        if client.hello.role not in roles:
+            raise MismatchError(
+                f"a {client.hello.role} may not send {_name(request)}, only "
+                f"{' and '.join(sorted(roles))}"
+            )
+        return method
+
+    def count_refusal(self, error: KVCellarError) -> None:
+        """Count an error reply that was made elsewhere, because there was no request."""
+        self._meters.error_replies[error.code] += 1
+
+    def _bug(self, request: Request, error: Exception) -> ErrorReply:
+        self._meters.error_replies[KVCellarError.code] += 1
+        self._node.failures["store"] = (
+            f"an internal error in {_name(request)}: {error!r}; restart the server"
+        )
+        _log.error("internal error", exception=error, request=_name(request))
+        return ErrorReply(request.id, KVCellarError.code, f"internal error: {error!r}")
+
+    def _lookup(self, client: Client, request: Lookup) -> Reply:
+        start_s = self._clock.monotonic_s()
+        namespace = _bound(client).namespace
+        assert namespace is not None
+        _check_keys(request.keys)
+        hit = self._store.lookup(client.owner, namespace, request.keys, request=request.id)
+        self._meters.lookup_s.observe(self._clock.monotonic_s() - start_s)
+        return LookupReply(request.id, hit.count, hit.lease, hit.refs)
+
+    def _release(self, client: Client, request: Release) -> Reply:
+        _check_count("leases", request.leases)
+        self._store.release(client.owner, request.leases)
+        return Ok(request.id)
+
+    def _reserve(self, client: Client, request: Reserve) -> Reply:
+        start_s = self._clock.monotonic_s()
+        instance = _bound(client)
+        assert instance.namespace is not None
+        _check_keys(request.keys)
+        if len(request.parent) not in {0, KEY_BYTES}:
+            raise MalformedError(f"parent has {len(request.parent)} bytes, not 0 or {KEY_BYTES}")
+        reserved = self._store.reserve(
+            client.owner,
+            instance.namespace,
+            request.keys,
+            parent=request.parent,
+            writers=instance.writers(),
+            now_s=start_s,
+            request=request.id,
+        )
+        self._meters.reserve_s.observe(self._clock.monotonic_s() - start_s)
+        return ReserveReply(request.id, reserved.reservation, reserved.states, reserved.offsets)
+
+    def _commit(self, client: Client, request: Commit) -> Reply:
+        start_s = self._clock.monotonic_s()
+        _check_seconds("copy_s", request.copy_s)
+        outcome = self._store.commit(
+            client.owner, request.reservation, request.shard, request.seals
+        )
+        self._meters.store_s.observe(request.copy_s)
+        self._meters.commit_s.observe(self._clock.monotonic_s() - start_s)
+        return CommitReply(request.id, outcome)
+
+    def _abort(self, client: Client, request: Abort) -> Reply:
+        outcome = self._store.abort(client.owner, request.reservation, request.shard)
+        return CommitReply(request.id, outcome)
+
+    def _cancel(self, client: Client, request: Cancel) -> Reply:
+        self._store.cancel(client.owner, request.reservation)
+        return Ok(request.id)
+
+    def _heartbeat(self, client: Client, request: Heartbeat) -> Reply:
+        _check_count("leases", request.leases)
+        _check_count("reservations", request.reservations)
+        self._store.keep(
+            client.owner,
+            leases=request.leases,
+            reservations=request.reservations,
+            seen=request.seen,
+        )
+        instance = client.instance
+        return HeartbeatReply(
+            request.id,
+            boot_id=self._node.boot_id,
+            epoch=self._store.epoch,
+            steps_ready=self._node.steps_ready,
+            layouts=instance.layouts() if instance is not None else (),
+        )
+
+    def _loaded(self, client: Client, request: Loaded) -> Reply:
+        _check_seconds("copy_s", request.copy_s)
+        if request.chunks < 0 or request.size_bytes < 0:
+            raise MalformedError("chunks and size_bytes must not be below 0")
+        meters = self._meters
+        if request.ok:
+            meters.loads_ok += 1
+            meters.loaded_chunks += request.chunks
+            meters.loaded_bytes += request.size_bytes
+            meters.load_s.observe(request.copy_s)
+        else:
+            meters.loads_failed += 1
+        return Ok(request.id)
+
+    def _damaged(self, client: Client, request: Damaged) -> Reply:
+        if len(request.key) != KEY_BYTES:
+            raise MalformedError(f"key has {len(request.key)} bytes instead of {KEY_BYTES}")
+        if self._store.remove_damaged(request.key, request.shard, request.offset):
+            _log.warning(
+                "damaged chunk removed",
+                chunk=request.key.hex()[:16],
+                shard=request.shard,
+                offset=request.offset,
+                reported_by=client.hello.pid,
+            )
+        return Ok(request.id)
+
+    def _bind(self, client: Client, request: Bind) -> Reply:
+        instance = _seated(client)
+        _check_bind(request, instance)
+        namespace = NamespaceId(request.namespace)
+        self._store.bind(namespace, request.shard_bytes)
+        if instance.namespace != namespace:
+            _log.info(
+                "namespace bound",
+                instance=instance.name,
+                namespace=request.namespace.hex()[:16],
+                chunk_tokens=request.chunk_tokens,
+                chunk_bytes=sum(request.shard_bytes),
+            )
+        instance.namespace = namespace
+        instance.chunk_tokens = request.chunk_tokens
+        return Ok(request.id)
+
+    def _clear(self, client: Client, request: Clear) -> Reply:
+        if len(request.namespace) not in {0, KEY_BYTES}:
+            raise MalformedError(f"namespace has {len(request.namespace)} bytes, not 0 or 32")
+        namespace = NamespaceId(request.namespace) if request.namespace else None
+        chunks, size_bytes = self._store.clear(namespace)
+        _log.info(
+            "cleared", chunks=chunks, size_bytes=size_bytes, by=client.hello.role,
+            pid=client.hello.pid,
+        )  # fmt: skip
+        return Cleared(request.id, chunks, size_bytes)
+
+    def _ping(self, _client: Client, request: Ping) -> Reply:
+        return Pong(request.id, self._node.boot_id)
+
+    def _status(self, _client: Client, request: Status) -> Reply:
+        return StatusReply(request.id, status_with_metrics(self._node))
+
+    def _goodbye(self, client: Client, request: Goodbye) -> Reply:
+        # The caller sees that the client is no longer known and closes after the reply.
+        client.connection = None
+        self._node.forget(client)
+        return Ok(request.id)
+
+
+def _name(request: Request) -> str:
+    return str(type(request).__struct_config__.tag)
+
+
+def _seated(client: Client) -> Instance:
+    if client.instance is None:
+        raise NotRegisteredError("this client has no seat in an instance: say hello again")
+    return client.instance
+
+
+def _bound(client: Client) -> Instance:
+    instance = _seated(client)
+    if instance.namespace is None:
+        raise NotRegisteredError("no namespace is bound: send bind first")
+    return instance
+
+
+def _check_keys(keys: bytes) -> None:
+    count, rest = divmod(len(keys), KEY_BYTES)
+    if rest:
+        raise MalformedError(f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}")
+    if count > KEYS_MAX:
+        raise LimitError(f"keys holds {count} keys, over {KEYS_MAX}: ask in several requests")
+
+
+def _check_count(name: str, handles: Sized) -> None:
+    if len(handles) > HANDLES_MAX:
+        raise LimitError(f"{name} holds {len(handles)} handles, over {HANDLES_MAX}")
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not 0.0 <= seconds < float("inf"):
+        raise MalformedError(f"{name} {seconds} is no number of seconds")
+
+
+def _check_bind(request: Bind, instance: Instance) -> None:
+    if len(request.namespace) != KEY_BYTES:
+        raise MalformedError(f"namespace has {len(request.namespace)} bytes instead of {KEY_BYTES}")
+    if request.chunk_tokens < 1:
+        raise MalformedError(f"chunk_tokens {request.chunk_tokens} is below 1")
+    if len(request.shard_bytes) != instance.world_size:
+        raise MismatchError(
+            f"shard_bytes has {len(request.shard_bytes)} shards but the instance has "
+            f"{instance.world_size} ranks"
+        )
+    if any(size_bytes < 1 for size_bytes in request.shard_bytes):
+        raise MalformedError(f"shard_bytes {request.shard_bytes} has a size below 1")
