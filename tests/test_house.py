@@ -1,6 +1,8 @@
 """What is promised about the package as a whole: one pure wheel, a light import, kept contracts."""
 
+import ast
 import configparser
+import re
 import subprocess
 import sys
 import tarfile
@@ -14,6 +16,7 @@ import kvcellar
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
+OF_THE_ENGINE = {"torch", "transformers", "triton", "vllm"}
 HEAVY = ("lmcache", "numba", "numpy", "torch", "transformers", "triton", "vllm")
 
 
@@ -95,6 +98,26 @@ def test_every_entry_point_leads_to_a_function():
         module, name = point.split(":")
         code = f"import {module} as found; print(callable(found.{name}))"
         assert _in_python(code) == "True", point
+
+
+def test_what_is_imported_is_what_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    imported = {
+        name.partition(".")[0]
+        for path in (SOURCE / "kvcellar").rglob("*.py")
+        for name in _imports(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    ours = {"kvcellar", *project["optional-dependencies"], *sys.stdlib_module_names}
+    assert imported - ours - OF_THE_ENGINE == declared
+
+
+def _imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
 
 
 def test_the_version_is_the_same_everywhere():
