@@ -100,7 +100,11 @@ class Arena:
         os.posix_fallocate(self.fd, offset, size_bytes)
 
     def close(self) -> None:
-        """Let go of the file; its memory is freed when no client maps it. May be called twice."""
+        """Let go of the file; may be called twice.
+
+        Its memory is freed with the last process that maps it. If that is this call, it blocks
+        for 0.15 s a GiB, without the GIL.
+        """
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
