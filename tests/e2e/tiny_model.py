@@ -11,7 +11,14 @@ import json
 import sys
 from pathlib import Path
 
-__all__ = ["ADAPTER", "KV_BYTES_A_TOKEN", "OTHER", "VOCABULARY", "make_tiny_models"]
+__all__ = [
+    "ADAPTER",
+    "KV_BYTES_A_TOKEN",
+    "OTHER",
+    "OTHER_ADAPTER",
+    "VOCABULARY",
+    "make_tiny_models",
+]
 
 VOCABULARY = 1024
 LAYERS = 3
@@ -26,8 +33,10 @@ OTHER = "other"
 """Folder beside the model: the same configuration with other weights (a 'fine-tune')."""
 ADAPTER = "adapter"
 """Folder beside the model: a LoRA adapter of rank 8 for the attention's projections."""
+OTHER_ADAPTER = "other_adapter"
+"""Folder beside the model: an adapter of the same shape with other weights."""
 
-_FORMAT = 3  # Raised whenever the files' content changes, so that an old folder is made anew.
+_FORMAT = 4  # Raised whenever the files' content changes, so that an old folder is made anew.
 
 
 def make_tiny_models(folder: Path) -> Path:
@@ -45,6 +54,7 @@ def make_tiny_models(folder: Path) -> Path:
         _write_model(folder / "model", 1)
         _write_model(folder / OTHER, 2)
         _write_adapter(folder / ADAPTER, 3)
+        _write_adapter(folder / OTHER_ADAPTER, 4)
         stamp.write_text(str(_FORMAT))
     return folder / "model"
 
