@@ -97,7 +97,7 @@ class StoreJob:
 
 
 @dataclass
-class ConnectorMetadata(KVConnectorMetadata):
+class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
     """One step's jobs, from the scheduler half to every worker half.
 
     Attributes:
@@ -129,7 +129,7 @@ class JobResult:
 
 
 @dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
     """Jobs that ended since the last report; a job counts as over when every rank reported it.
 
     It has no length and is therefore always true: vLLM drops reports that are false.

@@ -1,0 +1,202 @@
+"""The namespace of this engine on the server that is there now.
+
+Keys mean something only in a namespace, and the namespace takes in what only others know: the
+layouts of all ranks (each worker half tells the server its own) and the server's wished chunk
+size. So it is made anew for each session, in the background of a few steps, and until then the
+engine computes. Used by the scheduler half, which asks for it in every hook.
+"""
+
+from dataclasses import dataclass
+
+from kvcellar.client.link import Link
+from kvcellar.client.session import Session
+from kvcellar.clock import Clock
+from kvcellar.engines.vllm.exchange import Exchange, Question
+from kvcellar.errors import (
+    KVCellarError,
+    MismatchError,
+    NotRegisteredError,
+    RetryableError,
+)
+from kvcellar.keys.digest import EngineDigest, NamespaceId, namespace_id
+from kvcellar.layout.shard import ShardLayout
+from kvcellar.protocol.messages import Bind
+from kvcellar.telemetry.logs import EventLog
+
+__all__ = ["Binder", "Bound"]
+
+log = EventLog("vllm.kvcellar.binding")
+
+BIND_TIMEOUT_S = 1.0
+SETTLE_S = 1.0
+"""How long requests may wait for a namespace after a server appeared; ranks say hello at once."""
+POKE_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A namespace that the server knows.
+
+    Attributes:
+        session: where it is bound; of no use once that is closed.
+        namespace: see `keys.digest.namespace_id`.
+        chunk_tokens: tokens a chunk.
+        blocks_per_chunk: blocks a chunk.
+        shard_count: shards a chunk, one a rank.
+    """
+
+    session: Session
+    namespace: NamespaceId
+    chunk_tokens: int
+    blocks_per_chunk: int
+    shard_count: int
+
+
+@dataclass(eq=False)
+class _Attempt:
+    session: Session
+    began_s: float
+    bound: Bound | None = None
+    question: Question | None = None
+    is_refused: bool = False
+
+
+class Binder:
+    """Keeps the engine's namespace bound, whatever servers come and go."""
+
+    def __init__(
+        self,
+        link: Link,
+        exchange: Exchange,
+        *,
+        engine: EngineDigest,
+        block_tokens: int,
+        ranks: int,
+        clock: Clock,
+    ) -> None:
+        """Bind nothing yet.
+
+        Args:
+            link: of the scheduler half.
+            exchange: over the same link.
+            engine: see `identity`.
+            block_tokens: tokens a block of the KV group.
+            ranks: worker halves of this instance, each with a shard of every chunk.
+            clock: for deadlines.
+        """
+        self._link = link
+        self._exchange = exchange
+        self._clock = clock
+        self._engine = engine
+        self._block_tokens = block_tokens
+        self._ranks = ranks
+        self._epoch = b""
+        self._bound: Bound | None = None
+        self._attempt: _Attempt | None = None
+        self._poked_s = 0.0
+        self._told_tokens = 0
+
+    def current(self) -> Bound | None:
+        """Return the namespace to use now, or None: compute. Waits within the step's budget."""
+        session = self._link.session
+        if session is None or not session.is_open:
+            self._bound = self._attempt = None
+            return None
+        if self._bound is None or self._bound.session is not session:
+            self._bound = self._try_bind(session)
+        return self._bound
+
+    def is_settling(self) -> bool:
+        """Return whether a namespace may be there within the next steps."""
+        attempt = self._attempt
+        return (
+            self._bound is None
+            and attempt is not None
+            and not attempt.is_refused
+            and self._clock.monotonic_s() - attempt.began_s < SETTLE_S
+        )
+
+    def heed(self, bound: Bound, error: KVCellarError) -> None:
+        """Bind again when a refusal says that the server knows the namespace no longer."""
+        if isinstance(error, NotRegisteredError) and self._bound is bound:
+            self._bound = None
+
+    def renew(self, epoch: bytes) -> Bound | None:
+        """Leave the namespace for one that nobody has used, and return the one that was left."""
+        left, self._bound, self._attempt = self._bound, None, None
+        self._epoch = epoch
+        return left
+
+    def _try_bind(self, session: Session) -> Bound | None:
+        attempt = self._attempt
+        if attempt is None or attempt.session is not session:
+            attempt = self._attempt = _Attempt(session, self._clock.monotonic_s())
+        if attempt.is_refused:
+            return None
+        try:
+            if attempt.question is None:
+                self._ask(attempt)
+            if attempt.question is None or self._exchange.collect(attempt.question) is None:
+                return None
+        except RetryableError:
+            attempt.question = None
+            return None
+        except KVCellarError as error:
+            attempt.is_refused = True
+            log.warning("the server refused the namespace; nothing is cached", reason=str(error))
+            return None
+        self._attempt = None
+        self._tell(attempt.bound)
+        return attempt.bound
+
+    def _ask(self, attempt: _Attempt) -> None:
+        session = attempt.session
+        layouts = self._layouts(session)
+        if not layouts:
+            now_s = self._clock.monotonic_s()
+            if now_s - self._poked_s >= POKE_INTERVAL_S:
+                self._poked_s = now_s
+                self._link.poke()
+            return
+        block_tokens = self._block_tokens
+        odd = [layout for layout in layouts if layout.block_tokens != block_tokens]
+        if odd:
+            raise MismatchError(
+                f"rank {odd[0].rank} has blocks of {odd[0].block_tokens} tokens, "
+                f"the scheduler blocks of {block_tokens}"
+            )
+        chunk_tokens = -(-session.welcome.chunk_tokens // block_tokens) * block_tokens
+        namespace = namespace_id(
+            self._engine,
+            layouts=[layout.fingerprint() for layout in layouts],
+            chunk_tokens=chunk_tokens,
+            fidelity=session.welcome.fidelity,
+            epoch=self._epoch,
+        )
+        shard_bytes = tuple(layout.shard_bytes(chunk_tokens) for layout in layouts)
+        attempt.bound = Bound(
+            session, namespace, chunk_tokens, chunk_tokens // block_tokens, len(layouts)
+        )
+        attempt.question = self._exchange.ask(
+            session,
+            lambda id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes),
+            timeout_s=BIND_TIMEOUT_S,
+        )
+
+    def _layouts(self, session: Session) -> tuple[ShardLayout, ...]:
+        heartbeat = self._link.last_heartbeat
+        if heartbeat is None or heartbeat.boot_id != session.boot_id:
+            return ()
+        return heartbeat.layouts if len(heartbeat.layouts) == self._ranks else ()
+
+    def _tell(self, bound: Bound | None) -> None:
+        assert bound is not None
+        wished = bound.session.welcome.chunk_tokens
+        if bound.chunk_tokens != self._told_tokens:
+            self._told_tokens = bound.chunk_tokens
+            log.info(
+                "chunk size chosen",
+                chunk_tokens=bound.chunk_tokens,
+                wished_tokens=wished,
+                blocks_per_chunk=bound.blocks_per_chunk,
+            )

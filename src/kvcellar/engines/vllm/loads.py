@@ -1,0 +1,105 @@
+"""Loads that the workers run: from vLLM's word that blocks are there to the last rank's report.
+
+A load's lease is held until every rank has reported it, whatever became of its request. Used by
+the scheduler half on the engine's thread.
+"""
+
+from dataclasses import dataclass
+
+from kvcellar.engines.vllm.exchange import Exchange
+from kvcellar.engines.vllm.lookups import Answer
+from kvcellar.engines.vllm.metadata import JobResult, LoadJob
+from kvcellar.engines.vllm.requests import RequestState
+from kvcellar.keys.digest import KEY_BYTES
+from kvcellar.protocol.messages import REF_BYTES
+
+__all__ = ["Loads"]
+
+
+@dataclass(eq=False)
+class _Load:
+    state: RequestState
+    answer: Answer
+    token_count: int
+
+
+class Loads:
+    """The loads that are being planned or run."""
+
+    def __init__(self, exchange: Exchange, *, block_tokens: int) -> None:
+        self._exchange = exchange
+        self._block_tokens = block_tokens
+        self._running: dict[int, _Load] = {}
+        self._planned: list[LoadJob] = []
+        self.failed_count = 0
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def plan(
+        self,
+        job_id: int,
+        state: RequestState,
+        answer: Answer,
+        *,
+        block_ids: list[int],
+        token_count: int,
+    ) -> None:
+        """Plan the load that vLLM has made room for; it leaves with the step's metadata.
+
+        Args:
+            job_id: a new one.
+            state: the request.
+            answer: the lookup's, whose lease passes over to the load.
+            block_ids: the request's whole block table.
+            token_count: tokens to load; they end where the answer's chunks end.
+        """
+        bound, block_tokens = answer.bound, self._block_tokens
+        stop = answer.count * bound.chunk_tokens
+        start = stop - token_count
+        assert start >= 0, (start, stop)
+        assert start % block_tokens == 0, (start, block_tokens)
+        assert len(block_ids) * block_tokens >= stop, (len(block_ids), stop)
+        assert state.chain is not None
+        first = start // bound.chunk_tokens
+        refs_at = first * bound.shard_count * REF_BYTES
+        job = LoadJob(
+            job_id=job_id,
+            request_id=state.request_id,
+            boot_id=bound.session.boot_id,
+            keys=state.chain.joined(first, answer.count),
+            refs=answer.refs[refs_at:],
+            shard_count=bound.shard_count,
+            block_ids=block_ids[start // block_tokens : stop // block_tokens],
+            skip_blocks=start // block_tokens - first * bound.blocks_per_chunk,
+        )
+        assert len(job.refs) == len(job.keys) // KEY_BYTES * bound.shard_count * REF_BYTES
+        self._planned.append(job)
+        self._running[job_id] = _Load(state, answer, token_count)
+        state.receipt.open_job()
+
+    def take_planned(self) -> list[LoadJob]:
+        """Return the loads of this step."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    def is_loading(self, state: RequestState) -> bool:
+        """Return whether some rank may still write the request's blocks."""
+        return any(load.state is state for load in self._running.values())
+
+    def end(self, job_id: int, result: JobResult) -> bool:
+        """Note that every rank has reported a job; False when it is none of these."""
+        load = self._running.pop(job_id, None)
+        if load is None:
+            return False
+        state = load.state
+        self._exchange.release(load.answer.bound.session, load.answer.lease)
+        if result.ranks_failed:
+            # vLLM looks the request up again at once: only memory keeps it from failing for ever.
+            # What the server lost is offered again once it has been computed.
+            self.failed_count += 1
+            state.may_load = False
+            state.next_chunk = 0
+        state.receipt.loaded.add(result, token_count=load.token_count)
+        state.receipt.close_job()
+        return True

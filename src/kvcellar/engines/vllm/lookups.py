@@ -1,0 +1,209 @@
+"""Lookups: how much of a prompt the server has, answered inside vLLM's own call where possible.
+
+vLLM asks in every step in which a request waits, and may ask again at any time after it got an
+answer (no memory for the request, preemption), so an answer is kept with its lease and checked
+before it is given again. No answer is 'ask me again' only until a deadline; then the request is
+computed. Used by the scheduler half.
+"""
+
+from dataclasses import dataclass
+
+from kvcellar.clock import Clock
+from kvcellar.engines.vllm.adapters import Adapters
+from kvcellar.engines.vllm.binding import Binder, Bound
+from kvcellar.engines.vllm.exchange import Exchange, Question
+from kvcellar.engines.vllm.requests import RequestState
+from kvcellar.errors import KVCellarError, TimeoutExpiredError
+from kvcellar.protocol.limits import KEYS_MAX
+from kvcellar.protocol.messages import Lookup, LookupReply
+
+__all__ = ["Answer", "Lookups"]
+
+
+@dataclass(eq=False)
+class Answer:
+    """What the server said about one request.
+
+    Attributes:
+        bound: where it was asked; the answer is worth something only as long as that is current.
+        count: leading chunks that the server has.
+        lease: holds them all; 0 for none (any more).
+        refs: `REF_BYTES` for each shard of each of these chunks.
+    """
+
+    bound: Bound
+    count: int
+    lease: int
+    refs: bytes
+
+
+@dataclass(eq=False)
+class _Inquiry:
+    state: RequestState
+    since_s: float
+    question: Question | None = None
+    answer: Answer | None = None
+    bound: Bound | None = None
+
+
+class Lookups:
+    """All lookups of the scheduler half, one at most for each request."""
+
+    def __init__(
+        self,
+        binder: Binder,
+        exchange: Exchange,
+        *,
+        adapters: Adapters,
+        timeout_s: float,
+        clock: Clock,
+    ) -> None:
+        self._binder = binder
+        self._exchange = exchange
+        self._adapters = adapters
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._inquiries: dict[str, _Inquiry] = {}
+        self.overdue_count = 0
+
+    def __len__(self) -> int:
+        return len(self._inquiries)
+
+    def matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
+        """Return how many tokens beyond the computed ones can be loaded; None: not known yet.
+
+        Never waits beyond the step's budget, and is None for `timeout_s` at most. A positive
+        answer holds its lease until `take` or `drop`.
+
+        Args:
+            state: the request.
+            computed_tokens: tokens that vLLM has itself, whole blocks.
+        """
+        answer = self._answer(state)
+        if answer is None:
+            return None if state.may_load and state.request_id in self._inquiries else 0
+        loadable = answer.count * answer.bound.chunk_tokens - computed_tokens
+        if loadable <= 0:
+            # Kept without its lease: the count still says where the server's chunks end.
+            self._exchange.release(answer.bound.session, answer.lease)
+            answer.lease, answer.refs = 0, b""
+            return 0
+        if not answer.lease:
+            # vLLM held more than now when the lease was given back.
+            self.drop(state)
+            return self.matched_tokens(state, computed_tokens)
+        return loadable
+
+    def start(self, state: RequestState) -> None:
+        """Send a request's lookup without waiting for the answer."""
+        bound = self._binder.current()
+        if bound is not None and state.request_id not in self._inquiries:
+            self._ask(self._open(state), bound)
+
+    def take(self, state: RequestState) -> Answer:
+        """Hand over the answer that was given last, with its lease."""
+        answer = self._inquiries.pop(state.request_id).answer
+        assert answer is not None, state.request_id
+        assert answer.lease, state.request_id
+        return answer
+
+    def drop(self, state: RequestState) -> None:
+        """Forget a request's lookup, whatever it has come to."""
+        inquiry = self._inquiries.pop(state.request_id, None)
+        if inquiry is not None:
+            self._void(inquiry)
+
+    def drop_all(self) -> None:
+        """Forget every lookup."""
+        for inquiry in list(self._inquiries.values()):
+            self.drop(inquiry.state)
+
+    def _answer(self, state: RequestState) -> Answer | None:
+        """Return the answer if there is one that is good now, asking and collecting as needed."""
+        bound = self._binder.current()
+        inquiry = self._inquiries.get(state.request_id)
+        if bound is None:
+            self._await_namespace(state, inquiry)
+            return None
+        if inquiry is None:
+            inquiry = self._open(state)
+        if inquiry.bound is not bound or state.has_shrunk():
+            # Another session: the old one's leases ended with it. Other tokens: other chunks.
+            self._void(inquiry)
+        if inquiry.answer is not None:
+            return inquiry.answer
+        if inquiry.question is None and not self._ask(inquiry, bound):
+            return None
+        return self._collect(inquiry)
+
+    def _await_namespace(self, state: RequestState, inquiry: _Inquiry | None) -> None:
+        if not self._binder.is_settling():
+            self.drop(state)
+        elif inquiry is None:
+            self._open(state)
+        else:
+            self._void(inquiry)
+            self._give_up_if_overdue(inquiry)
+
+    def _open(self, state: RequestState) -> _Inquiry:
+        inquiry = _Inquiry(state, self._clock.monotonic_s())
+        self._inquiries[state.request_id] = inquiry
+        return inquiry
+
+    def _ask(self, inquiry: _Inquiry, bound: Bound) -> bool:
+        """Send the lookup; False when there is nothing to ask or it cannot be sent now."""
+        state = inquiry.state
+        chain = state.keys(bound, self._adapters, token_count=state.request.num_tokens)
+        if chain is None or not chain.count:
+            self.drop(state)
+            return False
+        keys = chain.joined(0, min(chain.count, KEYS_MAX))
+        inquiry.bound = bound
+        inquiry.question = self._exchange.ask(
+            bound.session, lambda id_: Lookup(id_, keys), timeout_s=self._timeout_s
+        )
+        if inquiry.question is None:
+            self._give_up_if_overdue(inquiry)
+        return inquiry.question is not None
+
+    def _collect(self, inquiry: _Inquiry) -> Answer | None:
+        assert inquiry.question is not None
+        assert inquiry.bound is not None
+        try:
+            reply = self._exchange.collect(inquiry.question)
+        except TimeoutExpiredError:
+            inquiry.question = None
+            self._give_up(inquiry)
+            return None
+        except KVCellarError as error:
+            # Asked anew on the next session or once the namespace is bound again, or not at all.
+            self._binder.heed(inquiry.bound, error)
+            inquiry.question = inquiry.bound = None
+            self._give_up_if_overdue(inquiry)
+            return None
+        if reply is None:
+            return None
+        assert isinstance(reply, LookupReply), type(reply)
+        inquiry.question = None
+        inquiry.answer = Answer(inquiry.bound, reply.count, reply.lease, reply.refs)
+        inquiry.state.next_chunk = reply.count
+        return inquiry.answer
+
+    def _give_up_if_overdue(self, inquiry: _Inquiry) -> None:
+        if self._clock.monotonic_s() - inquiry.since_s >= self._timeout_s:
+            self._give_up(inquiry)
+
+    def _give_up(self, inquiry: _Inquiry) -> None:
+        self.overdue_count += 1
+        inquiry.state.may_load = False
+        self.drop(inquiry.state)
+
+    def _void(self, inquiry: _Inquiry) -> None:
+        if inquiry.bound is not None:
+            # It had been answered or was about to be: what it waited for then does not count.
+            inquiry.since_s = self._clock.monotonic_s()
+        if inquiry.question is not None:
+            self._exchange.drop(inquiry.question)
+        if inquiry.answer is not None:
+            self._exchange.release(inquiry.answer.bound.session, inquiry.answer.lease)
+        inquiry.question = inquiry.answer = inquiry.bound = None

@@ -1,0 +1,164 @@
+"""The connector's own options: the keys `kvcellar.*` of `kv_connector_extra_config`.
+
+Read once by each half; a key that does not exist, a value of the wrong type or out of range is
+refused before anything starts, with the key, the value and the fix. LMCache's names for the same
+options live in `compat.vllm_options`, which ends in `options_from` as well.
+"""
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvcellar.errors import ConfigError
+from kvcellar.transport.address import parse_server_address
+
+__all__ = ["OPTION_KEYS", "ConnectorOptions", "options_from", "read_options", "unknown_key"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorOptions:
+    """What a user may set; the defaults suit a server on the same host.
+
+    Attributes:
+        host: where the server listens, a name or an address; `tcp://` before it is accepted.
+        port: the server's `--port`.
+        timeout_s: the longest that any single call may wait; hooks of a step wait far shorter.
+        heartbeat_s: seconds between two heartbeats.
+        lookup_timeout_s: how long a request waits for the answer to its lookup before it is
+            computed without; steps go on meanwhile.
+        eager_prefetch: look up when a request arrives rather than when it is first considered.
+        save_decode_cache: also store chunks that hold generated tokens.
+        load_failure_policy: "recompute" or "fail": what becomes of a request whose load failed.
+        copy_delay_s: for tests only: every copy waits so long before it touches its bytes.
+    """
+
+    host: str = "localhost"
+    port: int = 5555
+    timeout_s: float = 300.0
+    heartbeat_s: float = 10.0
+    lookup_timeout_s: float = 0.5
+    eager_prefetch: bool = False
+    save_decode_cache: bool = False
+    load_failure_policy: str = "recompute"
+    copy_delay_s: float = 0.0
+
+
+OPTION_KEYS: Mapping[str, str] = {
+    "kvcellar.host": "host",
+    "kvcellar.port": "port",
+    "kvcellar.timeout_s": "timeout_s",
+    "kvcellar.heartbeat_s": "heartbeat_s",
+    "kvcellar.lookup_timeout_s": "lookup_timeout_s",
+    "kvcellar.eager_prefetch": "eager_prefetch",
+    "kvcellar.save_decode_cache": "save_decode_cache",
+    "kvcellar.load_failure_policy": "load_failure_policy",
+    "kvcellar.testing.copy_delay_s": "copy_delay_s",
+}
+"""Key of `kv_connector_extra_config` to field of `ConnectorOptions`."""
+
+_SECONDS_MAX = 86_400.0
+_POLICIES = ("recompute", "fail")
+
+
+def read_options(extra_config: Mapping[str, object]) -> ConnectorOptions:
+    """Return the options of a `KVCellarConnector`.
+
+    Args:
+        extra_config: vLLM's `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: a key is unknown or its value does not fit.
+    """
+    for key in extra_config:
+        if key not in OPTION_KEYS:
+            foreign = key.startswith("lmcache.")
+            hint = "; LMCache's keys are read by LMCacheMPConnector" if foreign else ""
+            raise unknown_key(key, OPTION_KEYS, hint=hint)
+    return options_from({key: (OPTION_KEYS[key], value) for key, value in extra_config.items()})
+
+
+def options_from(given: Mapping[str, tuple[str, object]]) -> ConnectorOptions:
+    """Return options from values that were given under any keys.
+
+    Args:
+        given: the user's key to the field that it sets and the value, unchecked.
+
+    Raises:
+        ConfigError: a value does not fit, or two keys set one field to different values.
+    """
+    values: dict[str, object] = {}
+    keys: dict[str, str] = {}
+    for key, (field, value) in given.items():
+        checked = _checked(key, field, value)
+        if field in values and values[field] != checked:
+            raise ConfigError(
+                f"{keys[field]}={values[field]!r} and {key}={checked!r} set the same option: "
+                "keep one of them"
+            )
+        values[field], keys[field] = checked, key
+    try:
+        address = parse_server_address(
+            str(values.get("host", ConnectorOptions.host)),
+            _port_of(values.get("port", ConnectorOptions.port)),
+        )
+    except ConfigError as error:
+        named = " and ".join(keys[name] for name in ("host", "port") if name in keys)
+        raise ConfigError(f"{named}: {error}") from error
+    values |= {"host": address.host, "port": address.port}
+    # Each value was checked against its field just now, which the type checker cannot see.
+    return ConnectorOptions(**values)  # type: ignore[arg-type]
+
+
+def unknown_key(key: str, known: Collection[str], *, hint: str = "") -> ConfigError:
+    """Return the error for a key that nothing reads, with the one that was probably meant."""
+    tail = key.rpartition(".")[2]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75) or [
+        name for name in known if name.rpartition(".")[2] == tail
+    ]
+    if close:
+        return ConfigError(
+            f"kv_connector_extra_config has the unknown key {key!r}: "
+            f"did you mean {close[0]!r}?{hint}"
+        )
+    return ConfigError(
+        f"kv_connector_extra_config has the unknown key {key!r}{hint}; "
+        f"known keys: {', '.join(sorted(known))}"
+    )
+
+
+def _checked(key: str, field: str, value: object) -> object:
+    if field in {"eager_prefetch", "save_decode_cache"}:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}={value!r}: write true or false")
+        return value
+    if field == "load_failure_policy":
+        if value not in _POLICIES:
+            raise ConfigError(f"{key}={value!r}: write {' or '.join(_POLICIES)}")
+        return value
+    if field == "host":
+        if not isinstance(value, str):
+            raise ConfigError(f"{key}={value!r}: write a host name, as in 'localhost'")
+        return value
+    if field == "port":
+        return _port_of(value, key)
+    return _seconds(key, value, may_be_zero=field == "copy_delay_s")
+
+
+def _port_of(value: object, key: str = "port") -> int:
+    text = value.strip() if isinstance(value, str) else value
+    if isinstance(text, str) and text.isascii() and text.isdigit():
+        text = int(text)
+    if isinstance(text, bool) or not isinstance(text, int):
+        raise ConfigError(f"{key}={value!r}: write a port, as in 5555")
+    return text
+
+
+def _seconds(key: str, value: object, *, may_be_zero: bool) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number <= _SECONDS_MAX or (number == 0 and not may_be_zero):
+        raise ConfigError(f"{key}={value!r}: write seconds above 0 and up to {_SECONDS_MAX:.0f}")
+    return number

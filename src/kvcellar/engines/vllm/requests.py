@@ -1,0 +1,170 @@
+"""What the scheduler half knows of one request, and what names its chunks.
+
+A request's keys depend on more than its tokens: the adapter, the tenant's salt, images and prompt
+embeddings, all gathered here and read in full, never as a Python hash or a counter's id. Keys are
+made when they are first needed, not when the request arrives, because a connector beside ours may
+still shorten the prompt. Used by lookups and stores, kept by the scheduler half.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from kvcellar.engines.vllm.adapters import Adapters
+from kvcellar.engines.vllm.binding import Bound
+from kvcellar.engines.vllm.receipts import Receipt
+from kvcellar.engines.vllm.versions import mixed_prompt_mask, optional
+from kvcellar.keys.chain import ChunkChain, SpanItem
+from kvcellar.keys.digest import request_seed
+
+__all__ = ["RequestState", "RequestWishes", "read_wishes"]
+
+# Any: vLLM's Request, which its releases define differently.
+
+
+@dataclass(frozen=True)
+class RequestWishes:
+    """What a client may ask for one request in `kv_transfer_params`.
+
+    Attributes:
+        may_save: False with `skip_save`.
+        tokens_max: `max_offload_tokens`: store no chunk that goes beyond; None for no bound.
+        problem: what could not be read and was left aside, for the log; "" for nothing.
+    """
+
+    may_save: bool = True
+    tokens_max: int | None = None
+    problem: str = ""
+
+
+def read_wishes(params: Mapping[str, object] | None, prefixes: tuple[str, ...]) -> RequestWishes:
+    """Return a request's wishes; one that makes no sense never fails the request.
+
+    Args:
+        params: the request's `kv_transfer_params`.
+        prefixes: "kvcellar." and whatever other names the connector answers to.
+    """
+    may_save, tokens_max, problem = True, None, ""
+    for key, value in (params or {}).items():
+        name = next((key[len(at) :] for at in prefixes if key.startswith(at)), "")
+        if name == "skip_save":
+            if isinstance(value, bool):
+                may_save = not value
+            else:
+                problem = f"{key}={value!r}: write true or false"
+        elif name == "max_offload_tokens":
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                tokens_max = value
+            else:
+                problem = f"{key}={value!r}: write a number of tokens"
+    return RequestWishes(may_save, tokens_max, problem)
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One request between its arrival and its end, also over preemptions.
+
+    Attributes:
+        request: vLLM's own object; tokens are read from it and never copied.
+        wishes: see `RequestWishes`.
+        receipt: what was moved for it.
+        block_ids: its block table as the last steps scheduled it; empty while it has none.
+        chain: keys of its full chunks; None until they are needed.
+        next_chunk: the first chunk that has not been offered to the server.
+        may_save: whether chunks are offered at all.
+        may_load: False once a load failed or a lookup was not answered in time.
+    """
+
+    request: Any
+    wishes: RequestWishes
+    receipt: Receipt
+    block_ids: list[int] = field(default_factory=list)
+    chain: ChunkChain | None = None
+    next_chunk: int = 0
+    may_save: bool = True
+    may_load: bool = True
+    _bound: Bound | None = None
+    _tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """Return vLLM's id of the request."""
+        return str(self.request.request_id)
+
+    def has_new_chunks(self, bound: Bound, *, token_count: int) -> bool:
+        """Return whether there may be chunks to offer; cheap, for every request of every step."""
+        if self._bound is not bound:
+            return token_count >= bound.chunk_tokens
+        return token_count // bound.chunk_tokens > self.next_chunk
+
+    def has_shrunk(self) -> bool:
+        """Return whether tokens were taken away since the keys were made."""
+        return bool(self.request.num_tokens < self._tokens)
+
+    def keys(self, bound: Bound, adapters: Adapters, *, token_count: int) -> ChunkChain | None:
+        """Return the keys of the full chunks among the first tokens; None: not to be cached.
+
+        Args:
+            bound: the namespace of now; another one than before makes new keys.
+            adapters: names the request's adapter.
+            token_count: tokens that are there, at most the request's own.
+        """
+        request = self.request
+        if self._bound is not bound or self.has_shrunk():
+            # Another life of the server holds nothing of what the last one was offered, and a
+            # prompt that was shortened has other chunks.
+            self.chain, self.next_chunk, self._bound = None, 0, bound
+        if self.chain is None:
+            self.chain = self._new_chain(bound, adapters)
+            if self.chain is None:
+                self.may_load = self.may_save = False
+                return None
+        self._tokens = request.num_tokens
+        self.chain.extend(request.all_token_ids, token_count=token_count)
+        return self.chain
+
+    def _new_chain(self, bound: Bound, adapters: Adapters) -> ChunkChain | None:
+        request = self.request
+        if optional(request, "resumable", False):
+            # Its next input may replace tokens that were computed already.
+            return None
+        lora = request.lora_request
+        adapter = adapters.identity(lora) if lora is not None else None
+        if lora is not None and adapter is None:
+            return None
+        seed = request_seed(bound.namespace, adapter=adapter, cache_salt=request.cache_salt)
+        items = [*_media_items(request), *_embedding_items(request, bound.chunk_tokens)]
+        return ChunkChain(seed, chunk_tokens=bound.chunk_tokens, items=items)
+
+
+def _media_items(request: Any) -> list[SpanItem]:
+    return [
+        SpanItem(
+            start=feature.mm_position.offset,
+            length=feature.mm_position.length,
+            identity=feature.identifier.encode(),
+            kind=feature.modality,
+        )
+        for feature in request.mm_features or ()
+        if feature.mm_position.length > 0
+    ]
+
+
+def _embedding_items(request: Any, chunk_tokens: int) -> list[SpanItem]:
+    """Return one item for each chunk's span of embeddings: their tokens are all zero."""
+    embeddings = request.prompt_embeds
+    if embeddings is None:
+        return []
+    import torch
+
+    mask = mixed_prompt_mask(request)
+    items = []
+    for start in range(0, embeddings.shape[0], chunk_tokens):
+        piece = embeddings[start : start + chunk_tokens].contiguous().cpu()
+        digest = blake3(str(piece.dtype).encode() + b"\x00")
+        digest.update(piece.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(mask[start : start + chunk_tokens])
+        items.append(SpanItem(start, piece.shape[0], digest.digest(), "embeds"))
+    return items

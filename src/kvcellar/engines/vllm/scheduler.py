@@ -1,0 +1,361 @@
+"""The scheduler half: decides what is loaded and stored, and never stands in the engine's way.
+
+It lives in vLLM's scheduler, is called in every step, and waits a millisecond a step at most.
+Block tables are read only from what a step schedules, because nothing else is the same in all of
+vLLM's releases and under MultiConnector. A job's blocks and leases are held until every rank has
+reported it. What goes wrong inside ends caching, not the engine: see `fuse`. Made and called by
+`connector`.
+"""
+
+import itertools
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from kvcellar.client.link import Link
+from kvcellar.client.options import ClientOptions, Identity
+from kvcellar.clock import Clock, SystemClock
+from kvcellar.engines.vllm.adapters import Adapters
+from kvcellar.engines.vllm.binding import Binder, Bound
+from kvcellar.engines.vllm.exchange import Exchange
+from kvcellar.engines.vllm.fuse import Fuse
+from kvcellar.engines.vllm.holdings import Holdings
+from kvcellar.engines.vllm.identity import engine_fields
+from kvcellar.engines.vllm.loads import Loads
+from kvcellar.engines.vllm.lookups import Lookups
+from kvcellar.engines.vllm.metadata import ConnectorMetadata, JobResult, WorkerReport
+from kvcellar.engines.vllm.options import ConnectorOptions
+from kvcellar.engines.vllm.pins import Pins
+from kvcellar.engines.vllm.receipts import Receipt
+from kvcellar.engines.vllm.requests import RequestState, read_wishes
+from kvcellar.engines.vllm.stores import Stores
+from kvcellar.engines.vllm.support import require_supported
+from kvcellar.engines.vllm.versions import (
+    is_inside_multi_connector,
+    optional,
+    scheduled_tables,
+    software,
+)
+from kvcellar.errors import ConfigError, KVCellarError
+from kvcellar.keys.digest import EngineDigest, engine_digest, field_digests
+from kvcellar.protocol.messages import Clear, Role
+from kvcellar.telemetry.logs import EventLog, OncePer
+
+__all__ = ["SchedulerHalf"]
+
+# Any: vLLM's objects, see `versions`.
+
+log = EventLog("vllm.kvcellar.scheduler")
+
+EPOCH_BYTES = 16
+CLEAR_TIMEOUT_S = 0.5
+WISH_LOG_INTERVAL_S = 60.0
+
+
+class SchedulerHalf:
+    """One engine's decisions; used by the thread of vLLM's scheduler alone.
+
+    Attributes:
+        fuse: blown once something of ours failed.
+        holdings: leases and reservations at the server.
+        pins: blocks that are kept from reuse.
+        lookups: requests' questions and answers.
+        loads: what the workers are to read.
+        stores: what the workers are to write.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        options: ConnectorOptions,
+        *,
+        wish_prefixes: tuple[str, ...] = ("kvcellar.",),
+        hand_out: Callable[[Receipt], None] | None = None,
+    ) -> None:
+        """Check what the engine is, name it, and begin to look for the server.
+
+        Args:
+            vllm_config: vLLM's configuration, complete; its load failure policy is set here.
+            kv_cache_config: the scheduler's own (its groups are flattened).
+            options: see `ConnectorOptions`.
+            wish_prefixes: prefixes under which requests may say what they want.
+            hand_out: is given the receipt of every request that has ended.
+
+        Raises:
+            UnsupportedModelError: see `support`.
+            ConfigError: a weight file cannot be read.
+        """
+        self._block_tokens = require_supported(vllm_config, kv_cache_config)
+        engine = _engine_digest(vllm_config, self._block_tokens)
+        transfer = vllm_config.kv_transfer_config
+        _settle_failure_policy(transfer, options.load_failure_policy)
+        self._may_load = bool(transfer.is_kv_consumer)
+        self._may_save = bool(transfer.is_kv_producer)
+        self._options = options
+        self._ranks = int(vllm_config.parallel_config.world_size)
+        self._wish_prefixes = wish_prefixes
+        self._hand_out = hand_out
+        self._clock = SystemClock()
+        self._wish_log = OncePer(self._clock, WISH_LOG_INTERVAL_S)
+        self._states: dict[str, RequestState] = {}
+        self._reports: dict[int, JobResult] = {}
+        self._job_ids = itertools.count(1)
+        self._adapters = Adapters()
+        self.fuse = Fuse()
+        self.pins = Pins()
+        self.holdings = Holdings(self._clock)
+        self._link = _make_link(vllm_config, options, self.holdings, self._clock)
+        self._wire(engine)
+        self._link.start()
+
+    def _wire(self, engine: EngineDigest) -> None:
+        clock = self._clock
+        self._exchange = Exchange(self._link, self.holdings, clock=clock)
+        self._binder = Binder(
+            self._link,
+            self._exchange,
+            engine=engine,
+            block_tokens=self._block_tokens,
+            ranks=self._ranks,
+            clock=clock,
+        )
+        self.lookups = Lookups(
+            self._binder,
+            self._exchange,
+            adapters=self._adapters,
+            timeout_s=self._options.lookup_timeout_s,
+            clock=clock,
+        )
+        self.loads = Loads(self._exchange, block_tokens=self._block_tokens)
+        self.stores = Stores(
+            self._binder,
+            self._exchange,
+            self.holdings,
+            pins=self.pins,
+            new_job_id=lambda: next(self._job_ids),
+            clock=clock,
+        )
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """Take vLLM's block pool."""
+        self.pins.bind(pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """Note a request's arrival, and look it up already if the user wants that."""
+        with self.fuse:
+            state = self._state(request)
+            if self._options.eager_prefetch and self._is_loadable(state):
+                self.lookups.start(state)
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond vLLM's own can be loaded, and that a load is asynchronous.
+
+        Args:
+            request: vLLM's request; may be asked about any number of times.
+            computed_tokens: tokens that vLLM has itself.
+
+        Returns:
+            (None, False) while the answer may still come, for a bounded time.
+        """
+        with self.fuse:
+            state = self._state(request)
+            if self._is_loadable(state) and computed_tokens % self._block_tokens == 0:
+                tokens = self.lookups.matched_tokens(state, computed_tokens)
+                return tokens, bool(tokens)
+        return 0, False
+
+    def on_allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+        """Plan the load that vLLM made room for; without one, give back what was found.
+
+        Args:
+            request: vLLM's request.
+            block_ids: its whole block table.
+            external_tokens: what `matched_tokens` said, or 0: nothing is to be loaded (by us).
+        """
+        state = self._state(request)
+        if external_tokens == 0:
+            with self.fuse:
+                self.lookups.drop(state)
+            return
+        # Outside of the fuse: a load that vLLM waits for and nobody runs would never end.
+        self.loads.plan(
+            next(self._job_ids),
+            state,
+            self.lookups.take(state),
+            block_ids=block_ids,
+            token_count=external_tokens,
+        )
+
+    def build_metadata(self, scheduler_output: Any) -> ConnectorMetadata:
+        """Return the step's jobs; called at the end of every step, also of an empty one."""
+        metadata = ConnectorMetadata(loads=self.loads.take_planned())
+        with self.fuse:
+            bound = self._binder.current()
+            self._follow_tables(scheduler_output)
+            if bound is not None and self._may_save and self.fuse.blown is None:
+                self._offer_new_chunks(scheduler_output, bound)
+            metadata.stores = self.stores.collect()
+            metadata.chunk_tokens = bound.chunk_tokens if bound is not None else 0
+        self._exchange.start_step()
+        return metadata
+
+    def on_worker_output(self, connector_output: Any) -> None:
+        """Account for what the workers report; a job is over when every rank has reported it."""
+        with self.fuse:
+            report = connector_output.kv_connector_worker_meta
+            if not isinstance(report, WorkerReport):
+                return
+            known = WorkerReport(self._reports).aggregate(report).jobs
+            over = {
+                job_id: result
+                for job_id, result in known.items()
+                if result.ranks_done + result.ranks_failed >= self._ranks
+            }
+            self._reports = {id_: known[id_] for id_ in known.keys() - over.keys()}
+            for job_id, result in over.items():
+                if not self.loads.end(job_id, result):
+                    self.stores.end(job_id, result)
+
+    def on_finished(self, request: Any) -> None:
+        """Forget a request that ended in whatever way; its copies run on."""
+        with self.fuse:
+            state = self._states.pop(request.request_id, None)
+            if state is not None:
+                self.lookups.drop(state)
+                state.receipt.finish()
+
+    def is_awaited(self) -> bool:
+        """Return whether an engine without requests should go on stepping, for a bounded time."""
+        return self.stores.is_awaited()
+
+    def reset_cache(self) -> bool:
+        """Make every chunk stored so far unreachable for this engine, and clear it at the server.
+
+        Returns:
+            True: from now on all keys are others, whatever the server does. What runs at this
+            moment stores nothing any more, because it was computed before.
+
+        Blocks for at most half a second.
+        """
+        with self.fuse:
+            self.lookups.drop_all()
+            self.stores.drop_offers()
+            for state in self._states.values():
+                state.may_save = False
+            left = self._binder.renew(secrets.token_bytes(EPOCH_BYTES))
+            log.info("cache reset; chunks stored before are not used any more")
+            if left is not None:
+                self._clear(left)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Say goodbye to the server; idempotent; takes less than a second."""
+        self._link.close()
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is None:
+            wishes = read_wishes(request.kv_transfer_params, self._wish_prefixes)
+            if wishes.problem and self._wish_log.admit("wish") is not None:
+                log.warning("kv_transfer_params not understood", problem=wishes.problem)
+            receipt = Receipt(request.request_id, self._hand_out)
+            state = RequestState(request, wishes, receipt, may_save=wishes.may_save)
+            self._states[request.request_id] = state
+        return state
+
+    def _is_loadable(self, state: RequestState) -> bool:
+        request = state.request
+        params = request.kv_transfer_params or {}
+        return (
+            self._may_load
+            and state.may_load
+            and self.fuse.blown is None
+            and not optional(request, "skip_reading_prefix_cache", False)
+            and not params.get("do_remote_prefill")
+        )
+
+    def _follow_tables(self, scheduler_output: Any) -> None:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if request_id in self._states:
+                self._states[request_id].block_ids = []
+        for request_id, block_ids, is_whole, _ in scheduled_tables(scheduler_output):
+            state = self._states.get(request_id)
+            if state is not None and block_ids is not None:
+                state.block_ids = [*block_ids] if is_whole else state.block_ids + block_ids
+
+    def _offer_new_chunks(self, scheduler_output: Any, bound: Bound) -> None:
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id, _, _, computed_tokens in scheduled_tables(scheduler_output):
+            state = self._states.get(request_id)
+            if state is None or not state.may_save:
+                continue
+            count = self._storable_tokens(state, computed_tokens + scheduled[request_id])
+            if state.has_new_chunks(bound, token_count=count):
+                chain = state.keys(bound, self._adapters, token_count=count)
+                chunk_count = count // bound.chunk_tokens
+                if chain is not None and chunk_count > state.next_chunk:
+                    self.stores.offer(state, bound, chunk_count=chunk_count)
+
+    def _storable_tokens(self, state: RequestState, computed_tokens: int) -> int:
+        """Return how many leading tokens are known, computed after this step, and to be kept."""
+        request = state.request
+        # Steps that are scheduled ahead count tokens that nobody has sampled yet.
+        count = min(computed_tokens, request.num_tokens)
+        if not self._options.save_decode_cache:
+            count = min(count, request.num_prompt_tokens)
+        if state.wishes.tokens_max is not None:
+            count = min(count, state.wishes.tokens_max)
+        return int(count)
+
+    def _clear(self, left: Bound) -> None:
+        try:
+            left.session.call(
+                lambda id_: Clear(id_, bytes(left.namespace)), timeout_s=CLEAR_TIMEOUT_S
+            )
+        except KVCellarError as error:
+            log.warning("the server still holds chunks of before the reset", reason=str(error))
+
+
+def _engine_digest(vllm_config: Any, block_tokens: int) -> EngineDigest:
+    try:
+        fields = engine_fields(vllm_config, block_tokens=block_tokens)
+    except OSError as error:
+        raise ConfigError(f"a file of the model cannot be read: {error}") from error
+    log.info("engine named", engine=engine_digest(fields).hex()[:16], **field_digests(fields))
+    return engine_digest(fields)
+
+
+def _settle_failure_policy(transfer: Any, policy: str) -> None:
+    """Have requests recomputed whose load failed; vLLM would end them, which no cache is worth."""
+    if not is_inside_multi_connector():
+        transfer.kv_load_failure_policy = policy
+    elif policy == "recompute":
+        log.warning(
+            "as a child of MultiConnector the load failure policy cannot be set from here: a "
+            "request whose load fails ends with an error unless the outer configuration says so",
+            set='"kv_load_failure_policy": "recompute" beside "kv_connector": "MultiConnector"',
+        )
+
+
+def _make_link(
+    vllm_config: Any, options: ConnectorOptions, holdings: Holdings, clock: Clock
+) -> Link:
+    return Link(
+        ClientOptions(
+            host=options.host,
+            port=options.port,
+            heartbeat_s=options.heartbeat_s,
+            timeout_s=options.timeout_s,
+        ),
+        Identity(
+            role=Role.SCHEDULER,
+            instance_id=str(vllm_config.kv_transfer_config.engine_id),
+            software=software(),
+            model=str(vllm_config.model_config.model),
+            world_size=int(vllm_config.parallel_config.world_size),
+        ),
+        clock=clock,
+        held=holdings.listed,
+    )
