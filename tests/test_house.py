@@ -16,7 +16,7 @@ import kvcellar
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
-OF_THE_ENGINE = {"torch", "transformers", "triton", "vllm"}
+OF_THE_ENGINE = {"huggingface_hub", "torch", "transformers", "triton", "vllm"}
 HEAVY = ("lmcache", "numba", "numpy", "torch", "transformers", "triton", "vllm")
 
 
@@ -156,7 +156,7 @@ def _contracts():
 
 
 PLANTED = {
-    "layers": ("protocol/planted.py", "import kvcellar.client"),
+    "layers": ("layout/planted.py", "import kvcellar.keys"),
     "acyclic": ("client/a/one.py", "import kvcellar.client.b.two"),
     "pure": ("keys/planted.py", "import socket"),
     "light": ("server/planted.py", "import numpy"),
