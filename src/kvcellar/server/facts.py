@@ -89,7 +89,7 @@ def _instance(instance: Instance) -> InstanceFacts:
         ranks=tuple(sorted(instance.workers)),
         scheduler=instance.scheduler is not None,
         chunk_tokens=instance.chunk_tokens if instance.namespace is not None else 0,
-        namespace=instance.namespace.hex()[:16] if instance.namespace is not None else "",
+        namespace=instance.namespace.hex() if instance.namespace is not None else "",
     )
 
 

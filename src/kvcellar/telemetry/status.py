@@ -61,7 +61,7 @@ class InstanceFacts(msgspec.Struct, frozen=True):
         ranks: those that are registered.
         scheduler: whether the scheduler half is registered.
         chunk_tokens: tokens a chunk in its namespace; 0 before it is bound.
-        namespace: first hex digits; empty before it is bound.
+        namespace: hex; equal in instances that share chunks; empty before it is bound.
     """
 
     name: str
