@@ -18,7 +18,7 @@ from kvcellar.config.server import EVICTION_POLICIES, LOG_LEVELS, ServerConfig, 
 from kvcellar.errors import ConfigError
 from kvcellar.units import bytes_from_gb
 
-__all__ = ["LoadedServer", "load_server"]
+__all__ = ["LoadedServer", "is_switched_on", "load_server"]
 
 CHUNK_TOKENS_MAX = 65_536
 NAME_MAX = 255
@@ -66,6 +66,11 @@ def load_server(
             f"--port {config.port} and --http-port {config.http_port} are the same: choose two"
         )
     return LoadedServer(config, flags.notes)
+
+
+def is_switched_on(variable: str) -> bool:
+    """Return whether a variable leaves something on: unless it says 0, false, no or off."""
+    return os.environ.get(variable, "").strip().lower() not in {"0", "false", "no", "off"}
 
 
 _MISSING = {

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcellar.engines.vllm.metadata import JobResult
+from kvcellar.units import GIB
 
 __all__ = ["Receipt", "Transfers"]
 
@@ -39,8 +40,8 @@ class Transfers:
         self.copy_s += result.copy_s
 
     def rate_gbps(self) -> float:
-        """Return GB of 10⁹ bytes a second; 0 when nothing was copied."""
-        return self.size_bytes / self.copy_s / 1e9 if self.copy_s > 0 else 0.0
+        """Return GB (of 1024³ bytes) a second; 0 when nothing was copied."""
+        return self.size_bytes / self.copy_s / GIB if self.copy_s > 0 else 0.0
 
 
 @dataclass

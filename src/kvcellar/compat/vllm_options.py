@@ -1,0 +1,98 @@
+"""LMCache's keys of `kv_connector_extra_config`, in terms of the connector's own options.
+
+Keys with a counterpart are translated; keys that cannot mean anything here are accepted with one
+line that says why; keys of a later release are refused with that reason; unknown ones with the
+key that was probably meant. Used by `compat.vllm` alone.
+"""
+
+from collections.abc import Mapping
+
+from kvcellar.engines.vllm.options import OPTION_KEYS, ConnectorOptions, options_from, unknown_key
+from kvcellar.errors import ConfigError
+
+__all__ = ["read_lmcache_options"]
+
+TRANSLATED: Mapping[str, str] = {
+    "lmcache.mp.host": "host",
+    "lmcache.mp.port": "port",
+    "lmcache.mp.mq_timeout": "timeout_s",
+    "lmcache.mp.heartbeat_interval": "heartbeat_s",
+    "lmcache.mp.eager_prefetch": "eager_prefetch",
+    "lmcache.mp.save_decode_cache": "save_decode_cache",
+}
+
+_WORKERS_COPY = "the workers copy by themselves, straight into the server's memory"
+_STORED_AT_ONCE = "chunks are stored in the step that computes them"
+
+MEANINGLESS: Mapping[str, str] = {
+    "lmcache.mp.nonblocking_lookup_status": "a lookup never blocks a step",
+    "lmcache.mp.mp_transfer_mode": _WORKERS_COPY,
+    "lmcache.mp.isolated_ipc": _WORKERS_COPY,
+    "lmcache.mp.use_vmm_api": _WORKERS_COPY,
+    "lmcache.mp.transfer_intermediate_tensors": "only KV is kept",
+    "lmcache.mp.hash_algorithm": "keys are blake3 in any case",
+    "lmcache.mp.lazy_offload": _STORED_AT_ONCE,
+    "lmcache.mp.lazy_offload_policy": _STORED_AT_ONCE,
+    "lmcache.mp.lazy_offload_threshold": _STORED_AT_ONCE,
+    "lmcache.mp.lazy_offload_select_count": _STORED_AT_ONCE,
+    "lmcache.mp.autostart.server_args": "the server is started by hand (`kvcellar server`)",
+    "lmcache.mp.autostart.wait_timeout": "the server is started by hand (`kvcellar server`)",
+    "lmcache_rpc_port": "the server is found by lmcache.mp.host and lmcache.mp.port",
+    "discard_partial_chunks": "only whole chunks are kept",
+}
+
+SERVERS = "lmcache.mp.server_urls"
+AUTOSTART = "lmcache.mp.autostart"
+
+
+def read_lmcache_options(
+    extra_config: Mapping[str, object],
+) -> tuple[ConnectorOptions, tuple[str, ...]]:
+    """Return the options of an `LMCacheMPConnector`, and a line for each key that means nothing.
+
+    Args:
+        extra_config: vLLM's `kv_connector_extra_config`; kvcellar's own keys may stand in it too.
+
+    Raises:
+        ConfigError: a key is unknown or refused, or its value does not fit.
+    """
+    fields = {**TRANSLATED, **OPTION_KEYS}
+    given: dict[str, tuple[str, object]] = {}
+    notes: list[str] = []
+    for key, value in extra_config.items():
+        if key in fields:
+            given[key] = (fields[key], value)
+        elif key == SERVERS:
+            given |= _only_server(value)
+        elif key == AUTOSTART:
+            _require_off(value)
+        elif key in MEANINGLESS:
+            notes.append(f"{key}={value!r} has no effect: {MEANINGLESS[key]}")
+        else:
+            raise unknown_key(key, {*fields, *MEANINGLESS, SERVERS, AUTOSTART})
+    return options_from(given), tuple(notes)
+
+
+def _only_server(value: object) -> dict[str, tuple[str, object]]:
+    """Return host and port of the one server that `server_urls` may name."""
+    urls = value.split(",") if isinstance(value, str) else value
+    if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f"{SERVERS}={value!r}: write one address, as in 'tcp://localhost:5555'")
+    names = [url.strip() for url in urls if url.strip()]
+    if len(names) != 1:
+        raise ConfigError(
+            f"{SERVERS} names {len(names)} servers: one server for all ranks is what kvcellar "
+            "0.1 can use; write its address in lmcache.mp.host and lmcache.mp.port"
+        )
+    host, colon, port = names[0].rpartition(":")
+    if not colon or not port.isdigit():
+        raise ConfigError(f"{SERVERS}={value!r}: write the port too, as in 'tcp://localhost:5555'")
+    return {f"{SERVERS} (host)": ("host", host), f"{SERVERS} (port)": ("port", port)}
+
+
+def _require_off(value: object) -> None:
+    if value is not False:
+        raise ConfigError(
+            f"{AUTOSTART}={value!r}: the engine cannot start the server in kvcellar 0.1; leave "
+            "the key out and start `kvcellar server` beside the engine"
+        )
