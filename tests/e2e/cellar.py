@@ -48,12 +48,8 @@ class Cellar(Program):
         words += ["--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU", "--chunk-size", "256"]
         words += ["--instance-id", name]
         super().__init__(name, [*words, *options], folder=folder)
+        self.ports = (self.port, self.http_port)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.http_port}", timeout=ANSWER_S)
-
-    @property
-    def ports(self) -> tuple[int, int]:
-        """The two ports that it listens on."""
-        return self.port, self.http_port
 
     def start_and_wait(self) -> None:
         """Start it and wait until it says that it is healthy."""

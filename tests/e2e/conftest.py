@@ -10,6 +10,22 @@ import pytest
 from tests.e2e.processes import ROOT, Program, Surroundings
 from tests.e2e.tiny_model import VOCABULARY, make_tiny_models
 
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep these tests in the order in which they are written: starting an engine takes long."""
+    places = [index for index, item in enumerate(items) if HERE in item.path.parents]
+    ours = sorted((items[index] for index in places), key=_place_in_source)
+    for index, item in zip(places, ours, strict=True):
+        items[index] = item
+
+
+def _place_in_source(item: pytest.Item) -> tuple[str, int]:
+    path, line, _ = item.reportinfo()
+    return str(path), line or 0
+
 
 @pytest.fixture(scope="session")
 def tiny() -> Path:
@@ -23,18 +39,13 @@ def folder(tmp_path_factory, request) -> Path:
     return tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
-    """Check after each module that no file, socket or memory of its programs is left."""
-    surroundings = Surroundings()
-    yield
-    surroundings.remove_what_vllm_leaves()
-    assert surroundings.left_behind() == []
-
-
 @pytest.fixture(scope="module")
 def stopping() -> Iterator[Callable[[Program], Program]]:
-    """Return a function that has a program stopped at the module's end, whatever its state."""
+    """Return a function that has a program stopped at the module's end, whatever its state.
+
+    Nothing of the module's programs may be left then: no process, socket, file or memory.
+    """
+    surroundings = Surroundings()
     programs: list[Program] = []
 
     def note(program: Program) -> Program:
@@ -47,6 +58,9 @@ def stopping() -> Iterator[Callable[[Program], Program]]:
         for program in reversed(programs):
             program.thaw()
             program.stop()
+        surroundings.remove_what_vllm_leaves()
+    ports = [port for program in programs for port in program.ports]
+    assert surroundings.left_behind(ports) == []
 
 
 @pytest.fixture

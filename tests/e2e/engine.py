@@ -115,6 +115,7 @@ class Engine(Program):
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         super().__init__(name, [*command, *options], folder=folder)
+        self.ports = (self.port,)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_S)
 
     def start(self, environment: dict[str, str] | None = None) -> None:

@@ -58,6 +58,7 @@ class Program:
         name: for messages and the log's name.
         log: the file with its output; appended to over several lives.
         pid: of its newest life.
+        ports: those that it listens on while it lives.
     """
 
     def __init__(self, name: str, command: Sequence[str], *, folder: Path) -> None:
@@ -65,6 +66,7 @@ class Program:
         self.command = [str(word) for word in command]
         self.log = folder / f"{name}.log"
         self.pid = 0
+        self.ports: tuple[int, ...] = ()
         self._popen: subprocess.Popen[bytes] | None = None
         self._lives: list[int] = []
 
@@ -195,14 +197,13 @@ def _end_with_parent() -> None:
 class Surroundings:
     """What the machine's shared places held at one moment, to see later what was left in them.
 
-    Other programs come and go meanwhile, so only what no live process uses, or what carries the
-    project's name, counts as left behind. vLLM's own tensor-parallel segments do not: its workers
+    Other programs come and go meanwhile, so of files only what no live process uses counts as left
+    behind. vLLM's own tensor-parallel segments do not: its workers
     are killed before they can unlink them, with or without a connector.
     """
 
     def __init__(self) -> None:
         self._memory = _shared_memory_names()
-        self._sockets = _unix_sockets()
 
     def remove_what_vllm_leaves(self) -> None:
         """Unlink vLLM's orphaned shared-memory segments that are newer than this object."""
@@ -211,12 +212,14 @@ class Surroundings:
                 (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def left_behind(self, ports: Sequence[int] = ()) -> list[str]:
-        """Return what is there now and was not then: files, sockets, listeners on `ports`."""
+        """Return what is there now and was not then: files, and whatever listens on `ports`."""
         used = _mapped_shared_memory()
         names = _shared_memory_names() - self._memory - used
         left = [f"/dev/shm/{name}" for name in names if not name.startswith(_VLLM_SEGMENT)]
-        left += [name for name in _unix_sockets() - self._sockets if "kvcellar" in name]
         left += [f"port {port}" for port in _listening_ports() & set(ports)]
+        # A server's Unix socket has its port in its name.
+        sockets = _unix_sockets()
+        left += [name for name in sockets for port in ports if f"kvcellar/{port}/" in name]
         return sorted(left)
 
 

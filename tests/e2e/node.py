@@ -1,0 +1,38 @@
+"""What `--kv-transfer-config` says in the tests, and how one watches where a prompt came from."""
+
+from collections.abc import Callable
+
+from tests.e2e.cellar import Cellar
+from tests.e2e.engine import Answer, Counters, Engine
+
+__all__ = ["lmcache_transfer", "own_transfer", "watched"]
+
+
+def lmcache_transfer(cellar: Cellar) -> dict[str, object]:
+    """Say what LMCache's guide says, with the server's port."""
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://localhost",
+            "lmcache.mp.port": cellar.port,
+        },
+    }
+
+
+def own_transfer(cellar: Cellar, **options: object) -> dict[str, object]:
+    """Say the same in our own words; `options` are further keys without their prefix."""
+    extra = {"kvcellar.host": "localhost", "kvcellar.port": cellar.port}
+    extra |= {f"kvcellar.{name}": value for name, value in options.items()}
+    return {
+        "kv_connector": "KVCellarConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def watched(engine: Engine, action: Callable[[], Answer]) -> tuple[Answer, Counters]:
+    """Return what an action answers and how the engine's counters changed."""
+    before = engine.counters()
+    answer = action()
+    return answer, engine.counters() - before
