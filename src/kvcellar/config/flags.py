@@ -92,7 +92,10 @@ def read_flags(
         ConfigError: an unknown or refused flag, one without its value, or a stray word.
     """
     parser = _parser(settings, program, foreign)
-    found, unknown = parser.parse_known_args(list(arguments))
+    try:
+        found, unknown = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}") from error
     if unknown:
         raise ConfigError(_explain_unknown(unknown[0], settings, foreign))
     values: dict[str, object] = vars(found)

@@ -83,9 +83,8 @@ _MISSING = {
 def _value(field: str, flag: str, texts: Sequence[str]) -> object:
     if field == "client_uids":
         return tuple(_uid(flag, text) for text in texts)
-    if len(texts) > 1 and len(set(texts)) > 1:
-        raise ConfigError(f"{flag} is given {len(texts)} times ({', '.join(texts)}): keep one")
-    return _CHECKS[field](flag, texts[0])
+    # The last one counts, so that a wrapper's defaults can be overridden behind them.
+    return _CHECKS[field](flag, texts[-1])
 
 
 def _size(flag: str, text: str) -> int:
