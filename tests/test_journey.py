@@ -1,0 +1,36 @@
+"""The journey of a chunk is true: its code runs against a real server and prints what it says."""
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+from tests.server.running import RunningServer
+
+from kvcellar.client.tool import connect_tool
+from kvcellar.protocol.messages import Status
+
+PAGE = Path(__file__).parent.parent / "docs" / "journey-of-a-chunk.md"
+FENCE = re.compile(r"^```(python|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def test_the_journey_of_a_chunk_happens_as_the_page_says():
+    blocks = FENCE.findall(PAGE.read_text(encoding="utf-8"))
+    assert [kind for kind, _ in blocks] == ["python", "text"] * 9
+    with RunningServer("--chunk-size", "32") as server:
+
+        def status():
+            with connect_tool("localhost", server.port) as tool:
+                return tool.call(Status, timeout_s=1).status
+
+        names = {"PORT": server.port, "os": os, "status": status}
+        printed = ""
+        for kind, text in blocks:
+            if kind == "python":
+                output = io.StringIO()
+                with contextlib.redirect_stdout(output):
+                    exec(compile(text, str(PAGE), "exec"), names)
+                printed = output.getvalue()
+            else:
+                assert printed == text
