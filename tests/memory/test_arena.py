@@ -255,12 +255,14 @@ def test_a_step_is_handed_out_only_with_all_its_memory(arena):
 
     def on_step(offset, size_bytes):
         held.append(held_bytes(arena))
+        assert grower.steps_ready == len(held) - 1
         steps(offset, size_bytes)
 
     grower = ArenaGrower(arena, on_step, read_memory=lambda: PLENTY)
     grower.start()
     steps.wait_for(3)
     assert grower.stop(DEADLINE_S)
+    assert grower.failure is None
     assert [size >= end * MIB for size, end in zip(held, (32, 64, 80), strict=True)] == [True] * 3
 
 
@@ -311,13 +313,15 @@ class FullArena(Arena):
 def test_a_kernel_without_memory_is_asked_again(caplog):
     arena = FullArena.create(48 * MIB, 32 * MIB)
     arena.failures = [errno.ENOSPC, errno.ENOMEM, errno.ENOMEM]
+    looks = []
     steps = Steps()
-    grower = ArenaGrower(arena, steps, read_memory=lambda: PLENTY, poll_s=0.001)
+    grower = ArenaGrower(arena, steps, read_memory=lambda: looks.append(1) or PLENTY, poll_s=0.001)
     grower.start()
     steps.wait_for(2)
     assert grower.stop(DEADLINE_S)
     assert grower.failure is None
     assert held_bytes(arena) == 48 * MIB
+    assert len(looks) == 2 + 3, "one look a step, and one after each refusal"
     assert len(caplog.records) == 1
     arena.close()
 

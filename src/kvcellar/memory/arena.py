@@ -85,8 +85,8 @@ class Arena:
     def grow_step(self, index: int) -> None:
         """Bring the memory of one whole step in; what is there already stays as it is.
 
-        Blocks (about 0.2 s a GiB) without the GIL. Huge pages are the kernel's choice: it uses
-        them here when /sys/kernel/mm/transparent_hugepage/shmem_enabled says so.
+        Blocks (about 0.2 s a GiB) without the GIL. Whether the pages are huge is the kernel's
+        choice (/sys/kernel/mm/transparent_hugepage/shmem_enabled).
 
         Raises:
             OSError: ENOMEM or ENOSPC when there is not enough memory; parts may have come.
@@ -175,8 +175,8 @@ class ArenaGrower:
         try:
             while not self.is_done and self._grow(self.steps_ready):
                 offset, size_bytes = self._arena.step_range(self.steps_ready)
-                self.steps_ready += 1
                 self._on_step(offset, size_bytes)
+                self.steps_ready += 1
         except Exception as error:  # noqa: BLE001 - the thread ends here; the health check tells.
             self.failure = f"{type(error).__name__}: {error}"
             _LOG.error("arena growth failed", reason=self.failure, steps_ready=self.steps_ready)
