@@ -13,7 +13,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NOT_WRITTEN", "BlockIds", "Copier", "PageRun", "SlotBytes", "Storage", "merge_adjacent"]
+__all__ = [
+    "NOT_WRITTEN",
+    "BlockIds",
+    "Copier",
+    "PageRun",
+    "SlotBytes",
+    "Storage",
+    "check_blocks",
+    "merge_adjacent",
+]
 
 BlockIds = npt.NDArray[np.int64]
 """Block ids of one chunk in token order, shape [blocks a chunk]."""
@@ -61,11 +70,11 @@ class PageRun:
 class Copier(Protocol):
     """Moves one chunk at a time between the engine's pages and a slot.
 
-    One thread may store while another loads; neither call is made by two threads at once. Block
-    ids are checked against the runs: one out of range is an `IndexError`, with nothing copied.
+    One thread may store while another loads; neither call is made by two threads at once. A block
+    id that no run has is an `IndexError`, with nothing copied.
     """
 
-    shard_bytes_a_block: int
+    block_bytes: int
     """Bytes of one block over all runs."""
 
     def mark(self) -> object:
@@ -107,8 +116,28 @@ class Copier(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compile and touch what the first copy would wait for; called on a thread of its own."""
+        """Compile what the first copy would wait for, once; blocks for seconds the first time."""
         ...
+
+
+def check_blocks(
+    blocks: BlockIds, slot: SlotBytes, *, lowest: int, block_count: int, block_bytes: int
+) -> None:
+    """Check what a copy was asked for, before it touches anything.
+
+    Args:
+        blocks: the chunk's.
+        slot: must have exactly their bytes.
+        lowest: 0, or `NOT_WRITTEN` for a load.
+        block_count: blocks of the runs.
+        block_bytes: of one block over all runs.
+
+    Raises:
+        IndexError: a block id that the runs do not have.
+    """
+    assert slot.size == len(blocks) * block_bytes, (slot.size, len(blocks), block_bytes)
+    if len(blocks) and not lowest <= blocks.min() <= blocks.max() < block_count:
+        raise IndexError(f"block ids {blocks.min()} to {blocks.max()} of {block_count} blocks")
 
 
 def merge_adjacent(runs: list[PageRun]) -> list[PageRun]:

@@ -1,0 +1,233 @@
+"""The two copy threads of a worker and what they tell the server.
+
+Loads and stores have a lane each, so that a request never waits behind somebody's store. A load
+runs on the arena of the life of the server that granted it, also while that server is dead; a
+store runs only while its server lives. Every job that comes in ends in exactly one outcome,
+whatever happens to it. Made by `worker`, which feeds it from the step's thread.
+"""
+
+import atexit
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvcellar.client.link import Link
+from kvcellar.client.session import Session
+from kvcellar.clock import Clock
+from kvcellar.engines.lane import Lane
+from kvcellar.engines.pages import Copier
+from kvcellar.engines.shelf import ArenaShelf, Hold
+from kvcellar.engines.touch import Toucher
+from kvcellar.engines.vllm.copies import Copied, ShardCopies
+from kvcellar.engines.vllm.metadata import JobResult, LoadJob, StoreJob
+from kvcellar.engines.vllm.outcomes import Outcomes
+from kvcellar.engines.vllm.settlements import Settlements
+from kvcellar.errors import KVCellarError
+from kvcellar.memory.arena import ArenaView
+from kvcellar.protocol.messages import Damaged, Loaded, Request
+from kvcellar.telemetry.logs import EventLog
+
+__all__ = ["Copying"]
+
+LOADS_MAX = 1024
+"""Loads that may wait for the copy thread."""
+STORES_MAX = 256
+"""Stores that may wait for the copy thread."""
+CLOSE_TIMEOUT_S = 0.3
+
+NOTHING = Copied(chunk_count=0, size_bytes=0, copy_s=0.0)
+
+log = EventLog("vllm.kvcellar.copying")
+
+
+class _Load(NamedTuple):
+    """A load on its way to its lane."""
+
+    job: LoadJob
+    hold: Hold
+    after: object
+
+
+class _Store(NamedTuple):
+    """A store on its way to its lane."""
+
+    job: StoreJob
+    hold: Hold
+    after: object
+
+
+class Copying:
+    """Runs one rank's jobs; `load` and `store` only queue."""
+
+    def __init__(
+        self, link: Link, copier: Copier, *, shard: int, delay_s: float, clock: Clock
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            link: to the server; its sessions are to be handed to `meet`.
+            copier: for the engine's pages.
+            shard: this rank.
+            delay_s: how long every copy waits before it begins, for tests.
+            clock: for deadlines and for how long copies took.
+        """
+        self.outcomes = Outcomes()
+        self._link = link
+        self._copier = copier
+        self._copies = ShardCopies(copier, shard=shard, clock=clock)
+        self._shard = shard
+        self._delay_s = delay_s
+        self._shelf = ArenaShelf(clock)
+        self._settlements = Settlements(link, shard=shard)
+        self._clock = clock
+        self._closing = threading.Event()
+        self._toucher = Toucher(self._shelf, self._ready_bytes, clock=clock)
+        self._load_lane = Lane("kvcellar-loads", self._run_load, depth_max=LOADS_MAX)
+        self._store_lane = Lane(
+            "kvcellar-stores", self._run_store, depth_max=STORES_MAX, tick=self._tidy
+        )
+        # What it queues is the one thing that has to be done first.
+        self._quiet_lane: Lane[Callable[[], None]] = Lane(
+            "kvcellar-quiet", lambda job: job(), depth_max=1, tick=self._toucher.touch
+        )
+        self._quiet_lane.offer(copier.warm_up)
+
+    def meet(self, session: Session) -> None:
+        """Take over the arena of a new session; called on the keeper's thread."""
+        if session.arena is not None:
+            self._shelf.install(session.boot_id, session.arena)
+
+    def load(self, job: LoadJob) -> None:
+        """Queue a load, or end it at once where it cannot be done."""
+        hold = self._shelf.take(job.boot_id)
+        if hold is not None:
+            if self._load_lane.offer(_Load(job, hold, self._copier.mark())):
+                return
+            self._shelf.give_back(hold)
+        self._end_load(job, NOTHING)
+
+    def store(self, job: StoreJob) -> None:
+        """Queue a store behind what the step has launched, or drop it where it cannot be done."""
+        hold = self._shelf.take(job.boot_id)
+        if hold is not None:
+            if self._store_lane.offer(_Store(job, hold, self._copier.mark())):
+                return
+            self._shelf.give_back(hold)
+        self._end_store(job, NOTHING)
+
+    def close(self) -> None:
+        """End the threads and say goodbye; idempotent; takes less than a second.
+
+        The server may give our slots to others once we said goodbye, so we do not say it while a
+        copy still runs: then our process's end tells it.
+        """
+        self._closing.set()
+        for lane in (self._load_lane, self._store_lane, self._quiet_lane):
+            lane.stop()
+        end_s = self._clock.monotonic_s() + CLOSE_TIMEOUT_S
+        is_over = True
+        for lane in (self._load_lane, self._store_lane):
+            is_over &= lane.join(max(0.0, end_s - self._clock.monotonic_s()))
+        if not is_over:
+            atexit.unregister(self._link.close)
+            return
+        self._link.close()
+        self._shelf.close()
+
+    def _run_load(self, queued: _Load) -> None:
+        copied = NOTHING
+        try:
+            self._closing.wait(self._delay_s)
+            copied = self._copies.load(
+                queued.job, lambda: self._reading(queued.hold), after=queued.after
+            )
+        finally:
+            self._shelf.give_back(queued.hold)
+            self._end_load(queued.job, copied)
+            self._tell_load(queued.job, copied)
+
+    def _run_store(self, queued: _Store) -> None:
+        job, copied = queued.job, NOTHING
+        try:
+            self._closing.wait(self._delay_s)
+            session = self._link.session
+            if session is not None and session.boot_id == job.boot_id:
+                copied = self._copies.store(
+                    job, lambda: self._reading(queued.hold), after=queued.after
+                )
+        finally:
+            self._shelf.give_back(queued.hold)
+            self._end_store(job, copied)
+
+    def _end_load(self, job: LoadJob, copied: Copied) -> None:
+        # The first block of the first chunk that failed, less those that were not ours to fill.
+        first = max(0, copied.chunk_count * job.blocks_per_chunk - job.skip_blocks)
+        self.outcomes.add_load(
+            job.job_id,
+            job.request_id,
+            spoiled=job.block_ids[first:],
+            result=_result(copied, is_whole=copied.chunk_count == job.chunk_count),
+        )
+
+    def _end_store(self, job: StoreJob, copied: Copied) -> None:
+        is_whole = copied.chunk_count == job.chunk_count
+        self.outcomes.add_store(job.job_id, _result(copied, is_whole=is_whole))
+        if is_whole:
+            self._settlements.commit(
+                job.boot_id, job.reservation, seals=copied.seals, copy_s=copied.copy_s
+            )
+        else:
+            self._settlements.abort(job.boot_id, job.reservation)
+
+    def _tell_load(self, job: LoadJob, copied: Copied) -> None:
+        damage, is_whole = copied.damage, copied.chunk_count == job.chunk_count
+        if damage is not None:
+            log.warning("damaged slot", request_id=job.request_id, offset=damage.offset)
+            self._tell(
+                job.boot_id, lambda id_: Damaged(id_, damage.key, self._shard, damage.offset)
+            )
+        self._tell(
+            job.boot_id,
+            lambda id_: Loaded(
+                id_, copied.chunk_count, copied.size_bytes, copied.copy_s, ok=is_whole
+            ),
+        )
+
+    def _tell(self, boot_id: bytes, make: Callable[[int], Request]) -> None:
+        """Tell the server something that it can do without."""
+        session = self._link.session
+        if session is None or session.boot_id != boot_id:
+            return
+        with contextlib.suppress(KVCellarError):
+            session.forget(session.post(make))
+
+    @contextlib.contextmanager
+    def _reading(self, hold: Hold) -> Iterator[ArenaView | None]:
+        """Give the arena for one chunk, or None when the copies have to end."""
+        if self._closing.is_set():
+            yield None
+            return
+        with self._shelf.reading(hold) as arena:
+            yield arena
+
+    def _ready_bytes(self) -> int:
+        """Return how much of the present arena is known to hold memory."""
+        session, beat = self._link.session, self._link.last_heartbeat
+        if session is None or beat is None or beat.boot_id != session.boot_id:
+            return 0
+        return beat.steps_ready * session.welcome.step_bytes
+
+    def _tidy(self) -> None:
+        """Settle what is copied and unmap what is over; the store lane's tick."""
+        self._settlements.send()
+        self._shelf.sweep()
+
+
+def _result(copied: Copied, *, is_whole: bool) -> JobResult:
+    return JobResult(
+        ranks_done=int(is_whole),
+        ranks_failed=int(not is_whole),
+        size_bytes=copied.size_bytes,
+        copy_s=copied.copy_s,
+    )

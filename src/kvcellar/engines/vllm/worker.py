@@ -1,0 +1,172 @@
+"""The half of the connector that lives in each of vLLM's workers and copies.
+
+vLLM's step may never wait for the cache: the step's thread only queues jobs and takes results,
+and two threads of ours, one for loads and one for stores, copy between the engine's pages and the
+arena. What a job needs to know was decided by the scheduler half. A load that cannot be done
+becomes blocks that vLLM computes; a store that cannot be done becomes an abort. Made and called by
+`connector` in the worker's process.
+"""
+
+import atexit
+from collections.abc import Mapping
+from typing import Any
+
+from kvcellar.client.link import Link
+from kvcellar.client.options import ClientOptions, Identity
+from kvcellar.client.session import Session
+from kvcellar.clock import Clock, SystemClock
+from kvcellar.engines.copy import instruction_set, open_copier
+from kvcellar.engines.vllm.copying import Copying
+from kvcellar.engines.vllm.metadata import ConnectorMetadata, LoadJob, StoreJob, WorkerReport
+from kvcellar.engines.vllm.options import ConnectorOptions
+from kvcellar.engines.vllm.regions import LayerTensor, find_runs, shard_layout
+from kvcellar.engines.vllm.versions import software
+from kvcellar.layout.shard import ShardLayout
+from kvcellar.protocol.messages import Role
+from kvcellar.telemetry.logs import EventLog
+
+__all__ = ["WorkerHalf"]
+
+log = EventLog("vllm.kvcellar.worker")
+
+# Any: vLLM's configuration objects, see `versions`.
+
+
+class WorkerHalf:
+    """Copies for one rank; every method is for the step's thread and none of them waits."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        options: ConnectorOptions,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        """Prepare; nothing runs before `register_kv_caches`.
+
+        Args:
+            vllm_config: for rank, world size and the instance's id.
+            kv_cache_config: the worker's own; its group lists this rank's layers.
+            options: see `ConnectorOptions`.
+            clock: the machine's when None.
+        """
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._clock = clock or SystemClock()
+        self._loads: list[LoadJob] = []
+        self._stores: list[StoreJob] = []
+        self._copying: Copying | None = None
+
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerTensor]) -> None:
+        """Learn where the engine's pages are, and begin to look for the server.
+
+        Returns at once, whether there is a server or not.
+
+        Args:
+            kv_caches: layer name to tensor; the memory stays the engine's.
+
+        Raises:
+            UnsupportedModelError: a layer cannot be kept; the message names it.
+        """
+        self.close()
+        runs = find_runs(self._kv_cache_config, kv_caches)
+        copier = open_copier(runs)
+        layout = shard_layout(
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            runs=runs,
+            instruction_set=instruction_set(runs),
+        )
+        link = self._make_link(layout)
+        self._copying = Copying(
+            link,
+            copier,
+            shard=layout.rank,
+            delay_s=self._options.copy_delay_s,
+            clock=self._clock,
+        )
+        link.start()
+        # Registered after the link's own, so that it runs before it: copies end, then we leave.
+        atexit.register(self.close)
+        log.info(
+            "pages registered",
+            rank=layout.rank,
+            runs=len(runs),
+            blocks=runs[0].block_count,
+            block_bytes=layout.block_bytes(),
+            layout=layout.fingerprint().hex()[:16],
+        )
+
+    def begin(self, metadata: ConnectorMetadata) -> None:
+        """Take a step's jobs.
+
+        Jobs of the step before that nobody started are started now: not every release runs every
+        hook in every step, and the step that they waited for is over.
+        """
+        self.start_loads()
+        self.start_stores()
+        self._loads = list(metadata.loads)
+        self._stores = list(metadata.stores)
+
+    def start_loads(self) -> None:
+        """Start the step's loads, once; before or after its forward pass."""
+        loads, self._loads = self._loads, []
+        for job in loads:
+            self._registered().load(job)
+
+    def start_stores(self) -> None:
+        """Start the step's stores, once; its forward pass must have been launched."""
+        stores, self._stores = self._stores, []
+        for job in stores:
+            self._registered().store(job)
+
+    def collect(self) -> set[str]:
+        """Return the requests whose loads ended, well or not, since the last call."""
+        return self._copying.outcomes.take_received() if self._copying else set()
+
+    def load_errors(self) -> set[int]:
+        """Return the blocks that the loads given by `collect` did not fill, once."""
+        return self._copying.outcomes.take_spoiled() if self._copying else set()
+
+    def report(self) -> WorkerReport | None:
+        """Return the results of jobs that ended since the last call, None without any."""
+        return self._copying.outcomes.take_report() if self._copying else None
+
+    def close(self) -> None:
+        """End all copies and the connection; idempotent; takes less than a second."""
+        atexit.unregister(self.close)
+        if self._copying is not None:
+            self._copying.close()
+
+    def _registered(self) -> Copying:
+        assert self._copying is not None, "vLLM sent jobs before it registered its caches"
+        return self._copying
+
+    def _make_link(self, layout: ShardLayout) -> Link:
+        config = self._vllm_config
+        return Link(
+            ClientOptions(
+                host=self._options.host,
+                port=self._options.port,
+                heartbeat_s=self._options.heartbeat_s,
+                timeout_s=self._options.timeout_s,
+            ),
+            Identity(
+                role=Role.WORKER,
+                instance_id=str(config.kv_transfer_config.engine_id),
+                software=software(),
+                model=str(config.model_config.model),
+                rank=layout.rank,
+                world_size=int(config.parallel_config.world_size),
+                layout=layout,
+            ),
+            clock=self._clock,
+            on_session=self._meet,
+        )
+
+    def _meet(self, session: Session) -> None:
+        if self._copying is not None:
+            self._copying.meet(session)
