@@ -16,7 +16,16 @@ from kvcellar.client.tool import connect_tool
 from kvcellar.clock import SystemClock
 from kvcellar.errors import KVCellarError
 from kvcellar.layout.shard import PageRegion, ShardLayout
-from kvcellar.protocol.messages import Bind, Commit, Goodbye, Lookup, Reserve, Role, Status
+from kvcellar.protocol.messages import (
+    Bind,
+    Commit,
+    Goodbye,
+    Heartbeat,
+    Lookup,
+    Reserve,
+    Role,
+    Status,
+)
 
 SOURCE = Path(__file__).parents[2] / "src"
 WAIT_S = 10.0
@@ -120,6 +129,10 @@ class RunningServer:
         with self.tool() as session:
             return session.call(Status, timeout_s=WAIT_S).status
 
+    def status_metrics(self):
+        with self.tool() as session:
+            return session.call(Status, timeout_s=WAIT_S).status["metrics"]
+
     def open(self, role, instance="engine", *, client_id=None, rank=0, world_size=1, **more):
         identity = Identity(
             role,
@@ -150,6 +163,15 @@ class RunningServer:
     def engine(self, instance="engine", *, world_size=1):
         return Engine(self, instance, world_size)
 
+    def rss_kb(self):
+        """Return the control process's resident memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1])
+
+    def descriptors(self):
+        """Return how many descriptors the control process has open."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
     def http_pid(self):
         """Return the process id of its HTTP process."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
@@ -168,6 +190,8 @@ class Engine:
         ]
         self.scheduler = server.open(Role.SCHEDULER, instance, world_size=world_size)
         sizes = (SHARD_BYTES,) * world_size
+        # Memory comes in the background; a store before that is FULL.
+        eventually(lambda: self.call(lambda i: Heartbeat(i, (), (), 0)).steps_ready)
         self.call(lambda i: Bind(i, namespace(world_size), CHUNK_TOKENS, sizes))
 
     def __enter__(self):

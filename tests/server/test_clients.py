@@ -44,7 +44,6 @@ from kvcellar.protocol.messages import (
     Release,
     Reserve,
     Role,
-    Status,
 )
 
 
@@ -349,13 +348,13 @@ def test_a_frozen_client_loses_nothing(server):
 
 def test_the_counters_and_histograms_move(server):
     with server.engine("counted") as engine:
-        before = server_metrics(server)
+        before = server.status_metrics()
         engine.store(90, 91)
         engine.lookup(90, 91, 92)
         worker = engine.workers[0]
         worker.call(lambda i: Loaded(i, 2, 8192, 0.002, True), timeout_s=WAIT_S)
         worker.call(lambda i: Loaded(i, 0, 0, 0.0, False), timeout_s=WAIT_S)
-        after = server_metrics(server)
+        after = server.status_metrics()
 
     def moved(name):
         return after[f"kvcellar_{name}"] - before[f"kvcellar_{name}"]
@@ -377,11 +376,6 @@ def test_the_counters_and_histograms_move(server):
     }
     assert loads == {"ok": 1, "failed": 1}
     assert [observed(n) for n in ("lookup", "reserve", "commit", "store", "load")] == [1] * 5
-
-
-def server_metrics(server):
-    with server.tool() as session:
-        return session.call(Status, timeout_s=WAIT_S).status["metrics"]
 
 
 def test_only_allowed_users_may_connect(tmp_path):

@@ -12,7 +12,7 @@ from kvcellar.client.session import Session
 from kvcellar.client.tool import connect_tool
 from kvcellar.config.flags import read_flags
 from kvcellar.config.server import Setting
-from kvcellar.errors import ConfigError
+from kvcellar.errors import ConfigError, PeerClosedError, TimeoutExpiredError
 
 __all__ = ["Asking", "connect", "read_asking"]
 
@@ -70,4 +70,10 @@ def connect(asking: Asking) -> Session:
     Raises:
         KVCellarError: it cannot be had; the message names the address and the fix.
     """
-    return connect_tool(asking.host, asking.port, timeout_s=asking.timeout_s)
+    try:
+        return connect_tool(asking.host, asking.port, timeout_s=asking.timeout_s)
+    except (PeerClosedError, TimeoutExpiredError) as error:
+        address = f"{asking.host}:{asking.port}"
+        if address in str(error):
+            raise
+        raise type(error)(f"{address}: {error}") from error

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 from kvcellar import __version__
-from kvcellar.config.flags import suggestion
 from kvcellar.errors import ConfigError, KVCellarError
 
 __all__ = ["main"]
@@ -40,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, rest: Sequence[str]) -> int:
     if name not in _COMMANDS:
+        from kvcellar.config.flags import suggestion
+
         hint = suggestion(name, list(_COMMANDS)) or " (see kvcellar --help)"
         print(f"kvcellar: {name!r} is not a command{hint}", file=sys.stderr)
         return 2
