@@ -51,6 +51,10 @@ class Cellar(Program):
         self.ports = (self.port, self.http_port)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.http_port}", timeout=ANSWER_S)
 
+    def close(self) -> None:
+        """Close the connection to it."""
+        self.http.close()
+
     def start_and_wait(self) -> None:
         """Start it and wait until it says that it is healthy."""
         self.start()

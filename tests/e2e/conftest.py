@@ -58,6 +58,7 @@ def stopping() -> Iterator[Callable[[Program], Program]]:
         for program in reversed(programs):
             program.thaw()
             program.stop()
+            program.close()
         surroundings.remove_what_vllm_leaves()
     ports = [port for program in programs for port in program.ports]
     assert surroundings.left_behind(ports) == []

@@ -122,6 +122,10 @@ class Engine(Program):
         """Start it; `wait_until_ready` tells when it serves."""
         super().start({**_ENVIRONMENT, **(environment or {})})
 
+    def close(self) -> None:
+        """Close the connection to it."""
+        self.http.close()
+
     def wait_until_ready(self, timeout_s: float = START_S) -> None:
         """Wait until it answers /health; fail when it dies first or takes too long."""
         self.wait_until(self._is_healthy, timeout_s, what="health")
@@ -219,11 +223,17 @@ class Engine(Program):
 
 
 def start_together(*engines: Engine) -> None:
-    """Start several engines at once and wait for all: two cores do that faster than in turn."""
+    """Start several engines at once and wait for all: two cores do that faster than in turn.
+
+    Each has answered a request then: the first one takes seconds, and has a connector bind its
+    namespace.
+    """
     for engine in engines:
         engine.start()
     for engine in engines:
         engine.wait_until_ready(2 * START_S)
+    for engine in engines:
+        engine.complete([3])
 
 
 def assert_same_answer(answer: Answer, expected: Answer) -> None:

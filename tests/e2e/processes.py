@@ -27,7 +27,7 @@ POLL_S = 0.02
 _PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 _PR_SET_PDEATHSIG = 1
 _SHARED_MEMORY = Path("/dev/shm")
-_VLLM_SEGMENT = "vllm_dist_"
+_VLLM_NAMES = ("vllm_dist_", "psm_", "sem.mp-")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -148,6 +148,9 @@ class Program:
             raise AssertionError(message) from None
         return time.monotonic() - started
 
+    def close(self) -> None:
+        """Let go of what talks to the program; it is not used any more."""
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the program's own process."""
         os.kill(self.pid, number)
@@ -198,24 +201,24 @@ class Surroundings:
     """What the machine's shared places held at one moment, to see later what was left in them.
 
     Other programs come and go meanwhile, so of files only what no live process uses counts as left
-    behind. vLLM's own tensor-parallel segments do not: its workers
-    are killed before they can unlink them, with or without a connector.
+    behind. vLLM's own segments and semaphores do not: its workers are killed before they can
+    unlink them, with or without a connector. The project has no names there at all.
     """
 
     def __init__(self) -> None:
         self._memory = _shared_memory_names()
 
     def remove_what_vllm_leaves(self) -> None:
-        """Unlink vLLM's orphaned shared-memory segments that are newer than this object."""
+        """Unlink what vLLM's killed processes left in shared memory since this object was made."""
         for name in _shared_memory_names() - self._memory - _mapped_shared_memory():
-            if name.startswith(_VLLM_SEGMENT):
+            if name.startswith(_VLLM_NAMES):
                 (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def left_behind(self, ports: Sequence[int] = ()) -> list[str]:
         """Return what is there now and was not then: files, and whatever listens on `ports`."""
         used = _mapped_shared_memory()
         names = _shared_memory_names() - self._memory - used
-        left = [f"/dev/shm/{name}" for name in names if not name.startswith(_VLLM_SEGMENT)]
+        left = [f"/dev/shm/{name}" for name in names if not name.startswith(_VLLM_NAMES)]
         left += [f"port {port}" for port in _listening_ports() & set(ports)]
         # A server's Unix socket has its port in its name.
         sockets = _unix_sockets()
