@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from kvcellar.keys.digest import KEY_BYTES, ChunkKey, RequestSeed
 
 __all__ = ["ChunkChain", "SpanItem", "chunk_key"]
+
+_TOKEN_MAX = 0xFFFF_FFFF
 
 
 class SpanItem(NamedTuple):
@@ -67,10 +70,12 @@ class ChunkChain:
     def extend(self, token_ids: Sequence[int], *, token_count: int) -> int:
         """Add the keys of all chunks that are full now.
 
+        A value outside [0, 2³²) is no token, or one that the engine does not know yet: its chunk
+        gets no key (the next call tries again), since cut to 32 bits it would share one.
+
         Args:
-            token_ids: all tokens of the request from its first on; values in [0, 2³²). Anything
-                that slices (a list, vLLM's ConstantList, an array); only tokens of new chunks
-                are read.
+            token_ids: all tokens of the request from its first on. Anything that slices (a list,
+                vLLM's ConstantList, an array); only tokens of new chunks are read.
             token_count: how many of them exist; the rest of `token_ids` is not read.
 
         Returns:
@@ -82,6 +87,7 @@ class ChunkChain:
             return first
         base = first * self.chunk_tokens
         fresh = np.asarray(token_ids[base : full * self.chunk_tokens], dtype=np.int64)
+        full = first + _known_tokens(fresh) // self.chunk_tokens
         packed = fresh.astype("<u4").tobytes()
         width = self.chunk_tokens * 4
         for index in range(first, full):
@@ -99,12 +105,23 @@ def chunk_key(
 
     Args:
         previous: the chunk before it, or the request seed; 32 bytes.
-        token_ids: exactly the chunk's tokens.
+        token_ids: exactly the chunk's tokens, in [0, 2³²).
         items: the prompt's items; those that do not overlap the chunk are ignored.
         start: index of the chunk's first token in the prompt.
     """
-    packed = np.asarray(token_ids, dtype=np.int64).astype("<u4").tobytes()
-    return ChunkKey(blake3(previous + packed + _encode_items(items, start, len(token_ids))).digest())
+    tokens = np.asarray(token_ids, dtype=np.int64)
+    assert _known_tokens(tokens) == len(tokens), token_ids
+    packed = tokens.astype("<u4").tobytes()
+    return ChunkKey(
+        blake3(previous + packed + _encode_items(items, start, len(token_ids))).digest()
+    )
+
+
+def _known_tokens(tokens: NDArray[np.int64]) -> int:
+    """Return how many leading values are tokens."""
+    if len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() <= _TOKEN_MAX):
+        return len(tokens)
+    return int(np.argmax((tokens < 0) | (tokens > _TOKEN_MAX)))
 
 
 def _encode_items(items: Sequence[SpanItem], start: int, length: int) -> bytes:
