@@ -93,10 +93,12 @@ def refused(connect, server):
     def check(error, match, identity=SCHEDULER, **options):
         server.settle()
         before = open_fds()
-        with pytest.raises(error, match=match):
+        with pytest.raises(error, match=match) as refusal:
             connect(identity, **options)
         server.wait_for("locate")
+        # While somebody keeps the error, and with its traceback all that was on the stack.
         until(lambda: open_fds() == before)
+        assert refusal.tb is not None
 
     return check
 

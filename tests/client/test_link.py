@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,20 @@ def test_a_restart_is_noticed_at_once_and_the_new_server_found(make_link):
         link.close()
 
 
+def test_an_outage_that_took_long_does_not_slow_the_next_one_down(make_link, server):
+    server.answers[Heartbeat] = lambda _request, peer: peer.hang_up()
+    link = make_link()
+    link.start()
+    server.wait_for("hello", 5)
+    del server.answers[Heartbeat]
+    link.wait_ready(5.0)
+    hellos = len(server.seen("hello"))
+    started = time.monotonic()
+    server.run(server.peers[-1].hang_up)
+    server.wait_for("hello", hellos + 1)
+    assert time.monotonic() - started < 0.4
+
+
 def test_two_links_of_a_process_are_two_clients(make_link, server):
     for _ in range(2):
         link = make_link()
@@ -145,6 +160,22 @@ def test_a_frozen_server_never_makes_the_keeper_hold_up_a_caller(make_link, serv
         with pytest.raises(TimeoutExpiredError):
             session.call(lambda i: Lookup(i, b"k"), timeout_s=0.005)
     assert time.monotonic() - started < 1.0
+    server.thaw()
+    assert isinstance(session.call(Ping, timeout_s=5.0), Pong)
+
+
+def test_a_frozen_servers_full_socket_does_not_hold_the_keeper_either(make_link, server):
+    link = make_link(heartbeat_s=0.02)
+    link.start()
+    session = link.wait_ready(5.0)
+    server.freeze()
+    post = partial(session.post, lambda i: Lookup(i, bytes(30_000)), timeout_s=0.0)
+    with pytest.raises(TimeoutExpiredError):
+        list(iter(post, None))
+    time.sleep(0.05)
+    for _ in range(20):
+        with pytest.raises(TimeoutExpiredError, match="takes no requests"):
+            session.call(Ping, timeout_s=0.002)
     server.thaw()
     assert isinstance(session.call(Ping, timeout_s=5.0), Pong)
 
@@ -218,6 +249,29 @@ def test_closing_is_quick_while_a_call_waits_on_a_frozen_server(link, server):
     assert time.monotonic() - started < 1.0
     assert [type(error) for error in caught] == [PeerClosedError]
     server.thaw()
+
+
+def test_closing_is_quick_while_the_keeper_is_held_up(make_link, server):
+    let_go = threading.Event()
+    calls = []
+
+    def held():
+        calls.append(1)
+        if len(calls) == 2:
+            let_go.wait(10.0)
+        return (), ()
+
+    link = make_link(held=held)
+    link.start()
+    session = link.wait_ready(5.0)
+    link.poke()
+    until(lambda: len(calls) == 2)
+    started = time.monotonic()
+    link.close()
+    assert time.monotonic() - started < 1.0
+    assert not session.is_open
+    let_go.set()
+    server.wait_for("lost")
 
 
 def test_closing_is_quick_while_the_server_is_absent_or_silent(make_link, server):
@@ -333,6 +387,36 @@ def test_a_silent_heartbeat_is_not_repeated_before_its_answer(make_link, server)
     time.sleep(0.2)
     assert len(server.seen("heartbeat")) == 1
     assert link.session is not None
+
+
+def test_a_poked_keeper_comes_to_rest(link, server):
+    for count in range(2, 5):
+        link.poke()
+        server.wait_for("heartbeat", count)
+    started_s = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - started_s < 0.1
+
+
+def test_a_link_that_nobody_prepares_sessions_for_unmaps_their_arenas(make_link, server):
+    link = make_link(WORKER)
+    link.start()
+    arena = link.wait_ready(5.0).arena
+    assert arena.view[:1] == b"\0"
+    link.close()
+    assert arena.is_closed
+
+
+def test_an_arena_belongs_to_the_callback_that_was_given_it(make_link, server):
+    sessions = []
+    link = make_link(WORKER, on_session=sessions.append)
+    link.start()
+    link.wait_ready(5.0)
+    link.close()
+    server.wait_for("lost")
+    (session,) = sessions
+    assert not session.arena.is_closed
+    session.arena.close()
 
 
 def test_a_forked_child_has_no_session_and_does_the_parent_no_harm(link):

@@ -1,22 +1,24 @@
 """Requests and replies on one connection, whatever the other side does."""
 
 import os
+import socket
 import threading
 import time
 from functools import partial
 
 import pytest
-from tests.client.double import silent
+from tests.client.double import silent, until
 from tests.transport.open_files import open_fds
 
-from kvcellar.client.session import PENDING_MAX
+from kvcellar.client.session import PENDING_MAX, Session
+from kvcellar.clock import SystemClock
 from kvcellar.errors import (
     LimitError,
     NotRegisteredError,
     PeerClosedError,
     TimeoutExpiredError,
 )
-from kvcellar.protocol.frames import encode
+from kvcellar.protocol.frames import decode_request, encode
 from kvcellar.protocol.limits import FRAME_MAX_BYTES
 from kvcellar.protocol.messages import (
     ErrorReply,
@@ -27,11 +29,18 @@ from kvcellar.protocol.messages import (
     Pong,
     Release,
     Status,
+    Welcome,
 )
+from kvcellar.transport.deadline import Deadline
+from kvcellar.transport.descriptors import recv_frame_with_fds
 
 
 def lookup(size_bytes):
     return lambda request_id: Lookup(request_id, bytes(size_bytes))
+
+
+def recv_frame(sock):
+    return recv_frame_with_fds(sock, deadline=Deadline(SystemClock(), 20.0))[0]
 
 
 def in_thread(function, *args, **kwargs):
@@ -156,6 +165,17 @@ def test_a_late_reply_that_cannot_be_returned_disturbs_nobody(session, server):
     assert isinstance(session.call(Ping, timeout_s=5.0), Pong)
 
 
+def test_handing_back_at_once_may_fail_too(session):
+    posted = session.post(lookup(3))
+    session.call(Ping, timeout_s=5.0)
+
+    def give_up(_reply):
+        raise PeerClosedError("gone")
+
+    session.forget(posted, give_up)
+    assert session.seen() == 3
+
+
 def test_a_refusal_is_raised_as_its_class(session, server):
     server.answers[Lookup] = lambda request, peer: peer.send(
         ErrorReply(request.id, "not_registered", "say hello")
@@ -187,17 +207,12 @@ def test_a_caller_waits_for_another_threads_call_only_as_long_as_it_wants(sessio
 def test_a_reply_that_another_thread_read_is_found(session, server):
     server.answers[Lookup] = silent
     posted = session.post(lookup(1))
-    slow = in_thread(session.call, Ping, timeout_s=5.0)
-    slow()
-    hanging = in_thread(session.call, lookup(2), timeout_s=0.3)
+    hanging = in_thread(session.call, lookup(2), timeout_s=30.0)
     server.wait_for("lookup", 2)
     server.say(LookupReply(posted, 8, 1, b""))
-    reply = None
-    while reply is None:
-        reply = session.collect(posted, timeout_s=0.01)
-    assert reply.count == 8
-    with pytest.raises(TimeoutExpiredError):
-        hanging()
+    until(lambda: session.collect(posted, timeout_s=0.01) == LookupReply(posted, 8, 1, b""))
+    server.say(LookupReply(posted + 1, 9, 1, b""))
+    assert hanging().count == 9
 
 
 @pytest.mark.parametrize("parting", [b"", b"\x05", b"\xff\x00\x00\x00half"])
@@ -237,6 +252,16 @@ def test_a_lying_server_costs_the_connection(session, server, lie):
     assert posted == 2
 
 
+def test_what_a_server_says_before_it_hangs_up_is_passed_on(session, server):
+    def refuse(_request, peer):
+        peer.send(ErrorReply(0, "malformed", "that was no message"))
+        peer.hang_up()
+
+    server.answers[Ping] = refuse
+    with pytest.raises(PeerClosedError, match="that was no message"):
+        session.call(Ping, timeout_s=5.0)
+
+
 def test_a_reply_that_came_before_the_end_is_still_given(session, server):
     def answer_and_end(request, peer):
         peer.send(Pong(request.id, server.boot_id))
@@ -258,6 +283,27 @@ def test_large_requests_and_replies_pass_each_other(session, server):
     )
     posted = [session.post(lookup(size), timeout_s=20.0) for _ in range(4)]
     assert [len(session.collect(i, timeout_s=20.0).refs) for i in posted] == [size] * 4
+
+
+def test_a_server_that_writes_before_it_reads_on_is_read_meanwhile(server):
+    """Both sides' sockets are full then, and one of them has to give way."""
+    ours, theirs = socket.socketpair()
+    size = 4_000_000
+
+    def serve():
+        for request in (decode_request(recv_frame(theirs)) for _ in range(2)):
+            theirs.sendall(encode(LookupReply(request.id, 1, 1, bytes(size))))
+
+    serving = in_thread(serve)
+    welcome = Welcome(1, 1, bytes(16), "node", 256, "exact", 0, 0)
+    with (
+        theirs,
+        Session(ours, welcome, arena=None, clock=SystemClock(), timeout_max_s=20.0) as session,
+    ):
+        first = session.post(lookup(1))
+        assert len(session.call(lookup(size), timeout_s=20.0).refs) == size
+        assert len(session.collect(first, timeout_s=0.0).refs) == size
+        serving()
 
 
 def test_an_oversized_request_is_refused_and_nothing_is_sent(session):
@@ -288,6 +334,13 @@ def test_unanswered_requests_are_bounded(session, server):
         session.forget(session.post(Ping, timeout_s=5.0))
     with pytest.raises(TimeoutExpiredError, match=str(PENDING_MAX)):
         session.post(Ping)
+
+
+def test_replies_that_nobody_reads_do_not_add_up(session):
+    """A worker half only tells; it may ask nothing for a long time."""
+    for _ in range(2 * PENDING_MAX):
+        session.forget(session.post(Ping, timeout_s=5.0))
+    assert isinstance(session.call(Ping, timeout_s=5.0), Pong)
 
 
 def test_seen_stops_before_the_first_reply_that_is_out(session):

@@ -81,7 +81,8 @@ class Link:
         self._changed = threading.Condition()
         self._wake_fd = -1
         self._is_poked = False
-        self._failure: KVCellarError | None = None
+        self._failure = ""
+        self._is_hopeless = False
         self._delay_s = _DELAY_FIRST_S
         self._complaints = OncePer(clock, _COMPLAINT_INTERVAL_S)
 
@@ -148,7 +149,7 @@ class Link:
             if session is None or self.last_heartbeat is None:
                 raise TimeoutExpiredError(
                     f"no server at {self._options.address} within {timeout_s:g} s"
-                    + (f": {self._failure}" if self._failure is not None else "")
+                    + (f": {self._failure}" if self._failure else "")
                 )
             return session
 
@@ -194,7 +195,7 @@ class Link:
                 self._note_failure(error)
             except Exception as error:  # noqa: BLE001 - the keeper outlives what it was handed.
                 _LOG.error("keeper failed, trying again", exception=error, address=self._address)
-                self._failure = FatalError(f"{type(error).__name__}: {error}")
+                self._failure, self._is_hopeless = f"{type(error).__name__}: {error}", True
             self._closing.wait(self._next_delay_s())
         with self._changed:
             os.close(self._wake_fd)
@@ -214,7 +215,6 @@ class Link:
             with self._changed:
                 self._session = None
                 self.last_heartbeat = None
-            self._breaker.note_answer()
             session.close()
             if self._on_session is None and session.arena is not None:
                 session.arena.close()
@@ -264,7 +264,7 @@ class Link:
             # welcome must not be dialled in a storm or fill the log.
             self._delay_s = _DELAY_FIRST_S
             self._complaints = OncePer(self._clock, _COMPLAINT_INTERVAL_S)
-            self._failure = None
+            self._failure, self._is_hopeless = "", False
         with self._changed:
             self.last_heartbeat = reply
             self._changed.notify_all()
@@ -276,15 +276,14 @@ class Link:
             _LOG.debug("goodbye was not answered", address=self._address, reason=error)
 
     def _note_failure(self, error: KVCellarError) -> None:
-        self._failure = error
+        self._failure, self._is_hopeless = str(error), isinstance(error, FatalError)
         if self._complaints.admit(error.code) is not None and not self._closing.is_set():
             _LOG.warning("no connection to server, trying on", address=self._address, reason=error)
 
     def _next_delay_s(self) -> float:
         """Return how long to wait before the next try, and double it for the one after."""
-        is_hopeless = isinstance(self._failure, FatalError)
         delay_max_s = self._options.heartbeat_s
-        if not is_hopeless:
+        if not self._is_hopeless:
             delay_max_s = min(delay_max_s, _DELAY_MAX_S)
         delay_s = min(self._delay_s, delay_max_s)
         self._delay_s = 2 * delay_s

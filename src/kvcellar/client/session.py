@@ -35,6 +35,8 @@ __all__ = ["PENDING_MAX", "Session"]
 PENDING_MAX = 4_096
 """Requests that may be without a reply; a server so far behind gets no more of them."""
 
+_NO_REQUEST_ID = 0
+"""Of the server's refusal of bytes in which it found no request."""
 _READ_BYTES = 262_144
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _POST_TIMEOUT_S = 0.01
@@ -291,8 +293,11 @@ class Session:
     def _send(self, make: Callable[[int], Request], deadline: Deadline) -> int:
         """Send the next request; when this returns it is on its way as a whole, or will be."""
         self.check_open()
-        if len(self._pending) >= PENDING_MAX:
-            raise TimeoutExpiredError(f"the server owes {PENDING_MAX} replies")
+        # Replies that nobody waits for stay in the socket until somebody reads.
+        while len(self._pending) >= PENDING_MAX:
+            if not self._progress(deadline):
+                raise TimeoutExpiredError(f"the server owes {PENDING_MAX} replies")
+            self.check_open()
         # A frame whose first part is out must be finished before another may begin.
         while self._unsent:
             if not self._progress(deadline):
@@ -302,16 +307,19 @@ class Session:
         message = make(request_id)
         assert message.id == request_id, (message, request_id)
         frame = encode(message)
+        # Before the first byte is out, for the reply may come while the last ones still wait.
+        with self._state:
+            self._last_id = request_id
+            self._pending[request_id] = None
         self._unsent = memoryview(frame)
         self._write()
         while len(self._unsent) == len(frame) and self._loss is None:
             if not self._progress(deadline):
                 self._unsent = memoryview(b"")
+                with self._state:
+                    del self._pending[request_id]
                 raise TimeoutExpiredError("the server takes no requests")
         self.check_open()
-        with self._state:
-            self._last_id = request_id
-            self._pending[request_id] = None
         return request_id
 
     def _wait_for(self, request_id: int, deadline: Deadline) -> bool:
@@ -358,7 +366,11 @@ class Session:
             return
         try:
             for body in self._reader.feed(self._incoming[:size_bytes]):
-                self._keep(decode_reply(body))
+                reply = decode_reply(body)
+                if isinstance(reply, ErrorReply) and reply.id == _NO_REQUEST_ID:
+                    self._lose(f"the server ends it: {reply.message}")
+                    return
+                self._keep(reply)
         except (MalformedError, LimitError) as error:
             self._lose(f"the server sent what is no reply: {error}")
 
