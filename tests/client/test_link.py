@@ -359,6 +359,15 @@ def test_a_callback_that_fails_is_tried_again(make_link, server, error):
     assert not calls[0].is_open
 
 
+def test_a_callback_that_always_fails_fills_no_log(make_link, server, caplog):
+    def on_session(_session):
+        raise ValueError("a bug")
+
+    make_link(on_session=on_session).start()
+    server.wait_for("hello", 4)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 def test_a_callback_may_call_the_session(make_link):
     replies = []
     link = make_link(
@@ -419,6 +428,7 @@ def test_an_arena_belongs_to_the_callback_that_was_given_it(make_link, server):
     session.arena.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_no_session_and_does_the_parent_no_harm(link):
     session = link.session
     pid = os.fork()

@@ -21,6 +21,7 @@ def test_the_guides_form_of_an_address_is_understood():
         ("port", "x"),
         ("heartbeat_s", 0),
         ("heartbeat_s", -1.0),
+        ("heartbeat_s", 0.009),
         ("heartbeat_s", float("nan")),
         ("heartbeat_s", "10"),
         ("timeout_s", float("inf")),

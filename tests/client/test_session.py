@@ -392,6 +392,7 @@ def test_closing_wakes_the_thread_that_waits(session, server):
     session.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_can_neither_use_nor_end_the_parents_session(session):
     pid = os.fork()
     if pid == 0:

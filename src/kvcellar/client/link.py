@@ -194,7 +194,8 @@ class Link:
             except KVCellarError as error:
                 self._note_failure(error)
             except Exception as error:  # noqa: BLE001 - the keeper outlives what it was handed.
-                _LOG.error("keeper failed, trying again", exception=error, address=self._address)
+                if self._complaints.admit(type(error).__name__) is not None:
+                    _LOG.error("keeper failed, trying on", exception=error, address=self._address)
                 self._failure, self._is_hopeless = f"{type(error).__name__}: {error}", True
             self._closing.wait(self._next_delay_s())
         with self._changed:

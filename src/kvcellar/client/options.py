@@ -5,7 +5,6 @@ checked here, when the program starts, so that a mistake is an error with a name
 that never connects.
 """
 
-import math
 from dataclasses import dataclass
 
 from kvcellar.errors import ConfigError
@@ -17,6 +16,7 @@ from kvcellar.transport.address import TcpAddress, parse_server_address
 __all__ = ["ClientOptions", "Identity"]
 
 _ROLES = (Role.SCHEDULER, Role.WORKER, Role.TOOL)
+_DURATION_MIN_S = 0.01
 _DURATION_MAX_S = 86_400.0
 
 
@@ -46,9 +46,10 @@ class ClientOptions:
         for name in ("heartbeat_s", "timeout_s", "connect_timeout_s"):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or not 0 < value <= _DURATION_MAX_S:
+            if not number or not _DURATION_MIN_S <= value <= _DURATION_MAX_S:
                 raise ConfigError(
-                    f"{name}={value!r}: write seconds, more than 0 and at most {_DURATION_MAX_S:g}"
+                    f"{name}={value!r}: write seconds, from {_DURATION_MIN_S:g} to "
+                    f"{_DURATION_MAX_S:g}"
                 )
 
     @property
