@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from kvcellar.clock import Clock
 
-__all__ = ["EventLog", "OncePer", "format_fields", "setup_logging"]
+__all__ = ["EventLog", "OncePer", "format_fields", "setup_logging", "speak_through"]
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _SECRET = frozenset({"authorization", "cache_salt", "password", "secret", "token", "token_ids"})
@@ -26,6 +26,24 @@ def setup_logging(level: str) -> None:
         level: DEBUG, INFO, WARNING or ERROR.
     """
     logging.basicConfig(level=level, format=_FORMAT, stream=sys.stderr, force=True)
+
+
+def speak_through(host: str) -> None:
+    """Have the program that kvcellar is a guest in print kvcellar's lines as its own.
+
+    A library's loggers have no handler there: warnings would come out bare, without level, time
+    or process, and what is less would be lost. May be called any number of times.
+
+    Args:
+        host: name of the host's logger, set up already.
+    """
+    ours, hosts = logging.getLogger("kvcellar"), logging.getLogger(host)
+    if not hosts.handlers:
+        return
+    for handler in hosts.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(hosts.getEffectiveLevel())
+    ours.propagate = False
 
 
 def format_fields(fields: Mapping[str, object]) -> str:
@@ -88,7 +106,8 @@ class EventLog:
     ) -> None:
         if self._logger.isEnabledFor(level):
             text = f"{event} {format_fields(fields)}" if fields else event
-            self._logger.log(level, "%s", text, exc_info=exception)
+            # The line names the caller's file: this method and `info` above it are skipped.
+            self._logger.log(level, "%s", text, exc_info=exception, stacklevel=3)
 
 
 class OncePer:

@@ -20,6 +20,7 @@ from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.scheduler import SchedulerHalf
 from kvcellar.engines.vllm.versions import cache_hit_source
 from kvcellar.engines.vllm.worker import WorkerHalf
+from kvcellar.telemetry.logs import speak_through
 
 __all__ = ["KVCellarConnector"]
 
@@ -48,6 +49,7 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             UnsupportedModelError: the model or a setting cannot be kept safely.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        speak_through("vllm")
         options = self.read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
