@@ -43,7 +43,6 @@ def speak_through(host: str) -> None:
     for handler in hosts.handlers:
         ours.addHandler(handler)
     ours.setLevel(hosts.getEffectiveLevel())
-    ours.propagate = False
 
 
 def format_fields(fields: Mapping[str, object]) -> str:
