@@ -31,7 +31,7 @@ class Cellar(Program):
         folder: Path,
         l1_gb: float = 1.0,
         command: Sequence[str] = ("kvcellar", "server"),
-        options: Sequence[str] = (),
+        ports: tuple[int, int] | None = None,
     ) -> None:
         """Prepare it; nothing runs yet.
 
@@ -40,14 +40,13 @@ class Cellar(Program):
             folder: where the log goes.
             l1_gb: size of L1 in GB of 1024³ bytes.
             command: which of the commands starts it.
-            options: further words of the command line.
+            ports: engines' and HTTP; None takes free ones.
         """
-        self.port = free_port()
-        self.http_port = free_port()
+        self.port, self.http_port = ports or (free_port(), free_port())
         words = [*command, "--port", str(self.port), "--http-port", str(self.http_port)]
         words += ["--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU", "--chunk-size", "256"]
         words += ["--instance-id", name]
-        super().__init__(name, [*words, *options], folder=folder)
+        super().__init__(name, words, folder=folder)
         self.ports = (self.port, self.http_port)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.http_port}", timeout=ANSWER_S)
 
