@@ -60,10 +60,11 @@ def test_what_is_no_token_follows_the_tokens_of_its_chunk():
     cuts=st.lists(st.integers(0, 40), max_size=6),
 )
 def test_it_does_not_matter_in_which_pieces_the_tokens_come(tokens, cuts):
-    chain = ChunkChain(SEED, chunk_tokens=4)
+    items = [SpanItem(start, 3, b"i", "image") for start in range(0, 40, 5)]
+    chain = ChunkChain(SEED, chunk_tokens=4, items=items)
     for cut in [*sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]:
         assert chain.extend(tokens, token_count=cut) == max(chain.count, cut // 4)
-    assert chain.joined(0, chain.count) == _keys(tokens)
+    assert chain.joined(0, chain.count) == _keys(tokens, items=items)
 
 
 @pytest.mark.parametrize("kind", [tuple, np.array, OnlySlices], ids=lambda kind: kind.__name__)

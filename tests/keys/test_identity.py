@@ -1,13 +1,14 @@
 """Two chunks share a key exactly when their KV is the same."""
 
 import dataclasses
+import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.keys.situations import FIELDS, SITUATIONS, Situation, layout
+from tests.keys.situations import FIELDS, SITUATIONS, VALUES, Situation, layout
 
-from kvcellar.keys.chain import SpanItem
+from kvcellar.keys.chain import SpanItem, chunk_key
 from kvcellar.keys.digest import engine_digest, field_digests
 
 # What "" and None both say: the tenant without a salt.
@@ -18,25 +19,23 @@ def _shared(one, other):
     return set(one.keys()) & set(other.keys())
 
 
-@given(
-    one=SITUATIONS,
-    name=st.sampled_from(sorted(FIELDS.keys() - {"items", "tokens"})),
-    data=st.data(),
-)
-def test_a_difference_in_any_setting_shares_no_key(one, name, data):
-    value = data.draw(FIELDS[name].filter(lambda value: value != getattr(one, name)))
-    other = dataclasses.replace(one, **{name: value})
-    if name == "cache_salt" and {one.cache_salt, value} == SAME_SALT:
-        assert one.keys() == other.keys()
-    else:
-        assert _shared(one, other) == set()
+@pytest.mark.parametrize("name", VALUES)
+def test_no_two_values_of_a_setting_share_a_key_or_a_namespace(name):
+    situations = [dataclasses.replace(Situation(), **{name: value}) for value in VALUES[name]]
+    for one, other in itertools.combinations(situations, 2):
+        if name == "cache_salt" and {one.cache_salt, other.cache_salt} == SAME_SALT:
+            assert one.keys() == other.keys()
+        else:
+            assert _shared(one, other) == set()
+        same_space = name in {"adapter", "cache_salt"}
+        assert (one.namespace() == other.namespace()) == same_space
 
 
 @given(one=SITUATIONS, data=st.data())
 def test_chunks_share_keys_as_far_as_they_mean_the_same_and_no_further(one, data):
     """Settings are mostly kept, so that tokens, images and their places make the difference."""
     names = data.draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=1))
-    changes = {name: data.draw(FIELDS[name]) for name in {"items", "tokens", *names}}
+    changes = {name: data.draw(FIELDS[name]) for name in sorted({"items", "tokens", *names})}
     other = dataclasses.replace(one, **changes)
     ours, theirs = one.keys(), other.keys()
     for index, key in enumerate(ours):
@@ -94,13 +93,12 @@ class TestImages:
         assert set(self._keys(**changes)[1:]) & set(self._keys()) == set()
 
     def test_an_image_stands_in_the_chunks_that_it_overlaps_and_in_no_others(self):
-        """Its two chunks depend on it; a chunk after them does by the chain alone."""
-        first = Situation(items=(self.ITEM._replace(start=3, length=1),)).keys()
-        second = Situation(items=(self.ITEM._replace(start=4, length=1),)).keys()
-        plain = Situation().keys()
-        assert first[0] != plain[0]
-        assert second[0] == plain[0]
-        assert second[1] != plain[1]
+        tokens = list(range(4))
+        plain = chunk_key(b"\0" * 32, tokens, start=4)
+        for start in range(12):
+            item = self.ITEM._replace(start=start, length=2)
+            key = chunk_key(b"\0" * 32, tokens, [item], start=4)
+            assert (key == plain) == (start not in range(3, 8)), start
 
     def test_the_order_in_which_items_are_listed_does_not_count(self):
         other = SpanItem(start=6, length=1, identity=b"x", kind="image")
@@ -148,7 +146,6 @@ class TestEngineDigest:
     )  # fmt: skip
     NAMES = st.text(alphabet="ab", min_size=1, max_size=2)
 
-    @settings(max_examples=300)
     @given(
         one=st.dictionaries(NAMES, VALUES, min_size=1, max_size=3),
         other=st.dictionaries(NAMES, VALUES, min_size=1, max_size=3),
