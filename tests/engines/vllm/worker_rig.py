@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -27,11 +28,10 @@ from kvcellar.protocol.messages import (
     Status,
 )
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 BLOCK_TOKENS = 4
 CHUNK_BLOCKS = 2
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
-NAMESPACE = bytes(range(32))
 SPEC = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.float32)
 SHARD_BYTES = SPEC.page_size_bytes * CHUNK_BLOCKS * len(LAYERS)
 
@@ -81,6 +81,19 @@ class Rig:
         self.worker.register_kv_caches(self.tensors)
         return self
 
+    @property
+    def link(self):
+        return self.worker._copying._link
+
+    @property
+    def boot_id(self):
+        """The life of the server whose arena is the present one."""
+        return self.worker._copying._shelf.boot_id
+
+    def connected(self, boot_id):
+        """Wait until this life of the server is the worker's, too."""
+        until(lambda: self.boot_id == boot_id and self.link.session is not None)
+
     def close(self):
         self.worker.close()
 
@@ -120,6 +133,32 @@ class Rig:
         return requests, self.worker.load_errors()
 
 
+class Gate:
+    """Stops a worker's copies before they begin, until it opens."""
+
+    def __init__(self, rig, closing):
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        copies = rig.worker._copying._copies
+        copies.load, copies.store = self._gated(copies.load), self._gated(copies.store)
+        closing.append(self)
+
+    def _gated(self, copy):
+        def wait_and_copy(*args, **options):
+            self.reached.set()
+            assert self.opened.wait(WAIT_S)
+            return copy(*args, **options)
+
+        return wait_and_copy
+
+    def open(self):
+        self.opened.set()
+
+    def close(self):
+        """Open, so that a test which fails leaves no thread behind."""
+        self.opened.set()
+
+
 class Scheduling:
     """What a scheduler half would do: bind, reserve, look up, and make jobs of the answers."""
 
@@ -136,7 +175,8 @@ class Scheduling:
         self.session = until(self._open)
         until(self._is_ready)
         sizes, tokens = (SHARD_BYTES,) * self.world_size, BLOCK_TOKENS * CHUNK_BLOCKS
-        self.call(lambda i: Bind(i, NAMESPACE, tokens, sizes))
+        namespace = bytes([self.world_size]) * 32
+        self.call(lambda i: Bind(i, namespace, tokens, sizes))
         return self
 
     def _open(self):

@@ -39,6 +39,11 @@ class Settlements:
         self._lock = threading.Lock()
         self._pending: dict[tuple[bytes, int], _Make] = {}
 
+    @property
+    def count(self) -> int:
+        """How many are not settled."""
+        return len(self._pending)
+
     def commit(self, boot_id: bytes, reservation: int, *, seals: bytes, copy_s: float) -> None:
         """Note that this rank's shards are in their slots."""
         self._note(

@@ -1,0 +1,235 @@
+"""The worker half while servers die, freeze, are absent or hang up."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.engines.vllm.worker_rig import (
+    SHARD_BYTES,
+    WAIT_S,
+    Gate,
+    Rig,
+    Scheduling,
+    done,
+    timeless,
+    until,
+)
+from tests.server.running import RunningServer
+
+from kvcellar.engines import shelf
+from kvcellar.engines.copy_cpu import page_kernels
+from kvcellar.engines.vllm import settlements
+from kvcellar.engines.vllm.metadata import JobResult, LoadJob, StoreJob
+from kvcellar.errors import PeerClosedError
+
+pytestmark = pytest.mark.engine
+
+FAILED = JobResult(ranks_done=0, ranks_failed=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    page_kernels()  # Once in a process, and not in the time of the first test.
+
+
+@pytest.fixture
+def server():
+    with RunningServer() as running:
+        yield running
+
+
+@pytest.fixture
+def closing():
+    """A list of things that are closed at the end."""
+    things = []
+    yield things
+    for thing in reversed(things):
+        thing.close()
+
+
+def started(server, closing, **options):
+    rig = Rig(server.port, **options).start()
+    closing.append(rig)
+    scheduling = Scheduling(server.port).connect()
+    closing.append(scheduling)
+    rig.connected(scheduling.session.boot_id)
+    return rig, scheduling
+
+
+def store(rig, scheduling, numbers, blocks):
+    job = scheduling.store_job(numbers, blocks)
+    rig.step(stores=[job])
+    assert timeless(rig.result(job.job_id)) == done(SHARD_BYTES * len(numbers))
+    until(lambda: scheduling.lookup(*numbers).count == len(numbers))
+
+
+def maps_of_the_arena():
+    return Path("/proc/self/maps").read_text(encoding="ascii").count("kvcellar-arena")
+
+
+def test_loads_that_wait_when_the_server_dies_are_served_from_its_arena(server, closing):
+    rig, scheduling = started(server, closing)
+    store(rig, scheduling, [1, 2], [1, 2, 3, 4])
+    first = scheduling.load_job([1, 2], [11, 12, 13, 14], request="first")
+    second = scheduling.load_job([1], [15, 16], request="second")
+    gate = Gate(rig, closing)
+    rig.step(loads=[first])
+    server.kill()
+    until(lambda: rig.link.session is None)
+    rig.step(loads=[second])  # Granted before the death, handed over after it.
+    gate.open()
+    requests = set()
+    while requests != {"first", "second"}:
+        received, spoiled = rig.received()
+        requests |= received
+        assert spoiled == set()
+    assert rig.blocks([11, 12, 13, 14, 15, 16]) == rig.blocks([1, 2, 3, 4, 1, 2])
+
+
+def test_stores_of_a_dead_server_are_dropped_and_reported(server, closing):
+    rig, scheduling = started(server, closing)
+    job = scheduling.store_job([1], [1, 2])
+    server.kill()
+    until(lambda: rig.link.session is None)
+    rig.step(stores=[job])
+    assert timeless(rig.result(job.job_id)) == FAILED
+
+
+def test_a_new_server_is_met_without_restart_and_the_old_arena_goes(server, closing):
+    before = maps_of_the_arena()
+    rig, scheduling = started(server, closing)
+    store(rig, scheduling, [1], [1, 2])
+    old = scheduling.load_job([1], [11, 12])
+    assert maps_of_the_arena() == before + 1
+    port = server.port
+    scheduling.close()
+    server.kill()
+    with RunningServer("--port", str(port)) as successor:
+        scheduling = Scheduling(successor.port).connect()
+        closing.append(scheduling)
+        rig.connected(scheduling.session.boot_id)
+        # Nothing reads the old arena any more, so its memory does not stay.
+        until(lambda: maps_of_the_arena() == before + 1)
+        rig.step(loads=[old])
+        assert rig.received() == ({"load"}, {11, 12})
+        store(rig, scheduling, [1], [5, 6])
+        rig.step(loads=[scheduling.load_job([1], [13, 14])])
+        assert rig.received() == ({"load"}, set())
+        assert rig.blocks([13, 14]) == rig.blocks([5, 6])
+        rig.close()
+        assert maps_of_the_arena() == before
+
+
+def test_loads_that_wait_when_a_new_server_comes_still_end_on_the_old_arena(server, closing):
+    rig, scheduling = started(server, closing)
+    store(rig, scheduling, [1], [1, 2])
+    job = scheduling.load_job([1], [11, 12])
+    gate = Gate(rig, closing)
+    rig.step(loads=[job])
+    port, old = server.port, rig.boot_id
+    server.kill()
+    with RunningServer("--port", str(port)):
+        until(lambda: rig.boot_id != old)
+        gate.open()
+        assert rig.received() == ({"load"}, set())
+        assert rig.blocks([11, 12]) == rig.blocks([1, 2])
+
+
+def test_loads_that_wait_too_long_lose_the_old_arena_and_are_computed(server, closing, monkeypatch):
+    monkeypatch.setattr(shelf, "RETIRED_S", 0.1)
+    before = maps_of_the_arena()
+    rig, scheduling = started(server, closing)
+    store(rig, scheduling, [1], [1, 2])
+    jobs = [scheduling.load_job([1], [11, 12], request=f"r{n}") for n in range(2)]
+    gate = Gate(rig, closing)
+    rig.step(loads=jobs)
+    port, old = server.port, rig.boot_id
+    server.kill()
+    with RunningServer("--port", str(port)):
+        until(lambda: rig.boot_id != old)
+        # The memory is the new server's although jobs still wait for it.
+        until(lambda: maps_of_the_arena() == before + 1)
+        gate.open()
+        assert [timeless(rig.result(job.job_id)) for job in jobs] == [FAILED, FAILED]
+        rig.close()
+
+
+def test_without_a_server_registration_returns_at_once_and_jobs_end_at_once(closing):
+    with RunningServer() as probe:
+        port = probe.port
+    rig = Rig(port)
+    closing.append(rig)
+    started_s = time.monotonic()
+    rig.start()
+    assert time.monotonic() - started_s < 0.5
+    rig.step(
+        loads=[LoadJob(1, "r", bytes(16), bytes(32), bytes(16), 1, [3, 4], 0)],
+        stores=[StoreJob(2, "r", bytes(16), 1, bytes(32), bytes(8), 1, [1, 2])],
+    )
+    assert rig.worker.collect() == {"r"}
+    assert rig.worker.load_errors() == {3, 4}
+    assert rig.worker.report().jobs == {1: FAILED, 2: FAILED}
+    with RunningServer("--port", str(port)) as server:
+        scheduling = Scheduling(server.port).connect()
+        closing.append(scheduling)
+        rig.connected(scheduling.session.boot_id)
+        store(rig, scheduling, [1], [1, 2])
+
+
+def test_a_frozen_server_holds_up_no_report_and_learns_of_the_store_when_it_thaws(
+    server, closing, monkeypatch
+):
+    monkeypatch.setattr(settlements, "ANSWER_TIMEOUT_S", 0.2)
+    rig, scheduling = started(server, closing)
+    job = scheduling.store_job([1], [1, 2])
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        started_s = time.monotonic()
+        rig.step(stores=[job])
+        assert timeless(rig.result(job.job_id)) == done(SHARD_BYTES)
+        assert time.monotonic() - started_s < 1.0
+        # Three silent deadlines later nobody asks any more.
+        until(lambda: rig.link.session is None)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    until(lambda: scheduling.lookup(1).count == 1)
+    until(lambda: not rig.worker._copying._settlements.count)
+
+
+def test_jobs_go_on_over_a_new_connection_to_the_same_server(server, closing):
+    rig, scheduling = started(server, closing)
+    good, bad = scheduling.store_job([1], [1, 2]), scheduling.store_job([2], [3, 99])
+    gate = Gate(rig, closing)
+    rig.step(stores=[good, bad])
+    assert gate.reached.wait(WAIT_S)
+    lost = rig.link.session
+    lost.close()
+    until(lambda: rig.link.session is not None and rig.link.session is not lost)
+    gate.open()
+    assert timeless(rig.result(good.job_id)) == done(SHARD_BYTES)
+    assert timeless(rig.result(bad.job_id)) == FAILED
+    until(lambda: scheduling.status()["kvcellar"]["reservations"] == 0)
+    assert [scheduling.lookup(number).count for number in (1, 2)] == [1, 0]
+
+
+def test_an_answer_that_is_lost_settles_the_store_once(server, closing, monkeypatch):
+    rig, scheduling = started(server, closing)
+    session, calls = rig.link.session, []
+    call = session.call
+
+    def lose_the_first(make, **options):
+        reply = call(make, **options)
+        calls.append(reply)
+        if len(calls) == 1:
+            session.close()
+            raise PeerClosedError("lost behind the answer")
+        return reply
+
+    monkeypatch.setattr(session, "call", lose_the_first)
+    job = scheduling.store_job([1], [1, 2])
+    rig.step(stores=[job])
+    assert timeless(rig.result(job.job_id)) == done(SHARD_BYTES)
+    until(lambda: scheduling.lookup(1).count == 1)
+    until(lambda: not rig.worker._copying._settlements.count)
+    assert scheduling.status()["kvcellar"]["reservations"] == 0
