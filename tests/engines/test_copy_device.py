@@ -1,0 +1,139 @@
+"""Pages of a CUDA device against the same slices on the host; skipped where there is none."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kvcellar.engines.copy import open_copier
+from kvcellar.engines.copy_device import DeviceCopier
+from kvcellar.engines.pages import NOT_WRITTEN, PageRun
+from kvcellar.memory import seal
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KEY = bytes(range(32))
+PAGES = (4096, 192, 1000)
+BLOCKS = 9
+
+
+@pytest.fixture(params=[False, True], ids=["layer by layer", "packed"])
+def pages(request):
+    """One storage on the device, its runs, and where each page is."""
+    packed, block_bytes = request.param, sum(PAGES)
+    storage = torch.randint(0, 256, (BLOCKS * block_bytes,), dtype=torch.uint8, device="cuda")
+    runs, before = [], 0
+    for index, size in enumerate(PAGES):
+        offset, stride = (before, block_bytes) if packed else (before * BLOCKS, size)
+        runs.append(
+            PageRun(
+                (f"l{index}",), storage.untyped_storage(), "cuda:0", offset, stride, size, BLOCKS
+            )
+        )
+        before += size
+    return storage, runs
+
+
+def spans(run, block):
+    start = run.offset_bytes + block * run.stride_bytes
+    return slice(start, start + run.page_bytes)
+
+
+def shard(storage, runs, blocks):
+    whole = storage.cpu().numpy().tobytes()
+    return b"".join(whole[spans(run, block)] for run in runs for block in blocks)
+
+
+def slot_of(data):
+    return np.frombuffer(bytearray(data), dtype=np.uint8)
+
+
+def test_a_store_gathers_the_pages_in_order_and_sums_them(pages):
+    storage, runs = pages
+    blocks, copier = np.array([7, 0, 4]), open_copier(runs)
+    assert isinstance(copier, DeviceCopier)
+    expected = shard(storage, runs, blocks)
+    slot = slot_of(bytes(len(expected)))
+    partial = copier.store(blocks, slot, after=copier.mark())
+    assert bytes(slot) == expected
+    assert seal.finish(partial, KEY, 0, len(expected)) == seal.seal(expected, KEY, 0)
+
+
+def test_a_store_waits_for_what_the_step_had_launched(pages):
+    storage, runs = pages
+    copier, blocks = open_copier(runs), np.arange(BLOCKS)
+    slot = slot_of(bytes(BLOCKS * sum(PAGES)))
+    heavy = torch.randn(8192, 8192, device="cuda")
+    # The first use of a kernel loads it, which waits for the device.
+    heavy = heavy @ heavy * 1e-4
+    storage.fill_(3)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        heavy = heavy @ heavy * 1e-4
+    storage.fill_(7)  # Launched behind a second of work, not yet done.
+    assert not torch.cuda.current_stream().query(), "the test shows nothing on such a device"
+    copier.store(blocks, slot, after=copier.mark())
+    assert bytes(slot) == b"\x07" * slot.size
+
+
+def test_a_load_fills_the_wanted_blocks_and_touches_nothing_else(pages):
+    storage, runs = pages
+    copier, blocks = open_copier(runs), np.array([NOT_WRITTEN, 8, 2])
+    data = np.random.default_rng(1).integers(0, 256, 3 * sum(PAGES), dtype=np.uint8).tobytes()
+    expected, position = bytearray(storage.cpu().numpy().tobytes()), 0
+    for run in runs:
+        for block in blocks:
+            if block != NOT_WRITTEN:
+                expected[spans(run, block)] = data[position : position + run.page_bytes]
+            position += run.page_bytes
+    wanted = seal.seal(data, KEY, 0)
+    is_good = copier.load(
+        slot_of(data),
+        blocks,
+        is_sealed=lambda value: seal.finish(value, KEY, 0, len(data)) == wanted,
+        after=copier.mark(),
+    )
+    assert is_good
+    # The load is complete when it returns, on every stream.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert storage.cpu().numpy().tobytes() == bytes(expected)
+
+
+def test_a_load_whose_seal_is_wrong_touches_nothing(pages):
+    storage, runs = pages
+    copier, before = open_copier(runs), storage.clone()
+    slot = slot_of(b"\xff" * 2 * sum(PAGES))
+    assert not copier.load(slot, np.array([3, 4]), is_sealed=lambda _: False, after=copier.mark())
+    assert torch.equal(storage, before)
+
+
+def test_a_block_that_does_not_exist_is_an_error(pages):
+    _, runs = pages
+    copier, slot = open_copier(runs), slot_of(bytes(sum(PAGES)))
+    with pytest.raises(IndexError):
+        copier.store(np.array([BLOCKS]), slot, after=copier.mark())
+
+
+def test_copies_made_in_another_thread_under_inference_mode_are_right(pages):
+    storage, runs = pages
+    with torch.inference_mode():
+        copier = open_copier(runs)
+        mark = copier.mark()
+    slot, failures = slot_of(bytes(2 * sum(PAGES))), []
+
+    def work():
+        try:
+            copier.store(np.array([1, 2]), slot, after=mark)
+            assert copier.load(slot, np.array([5, 6]), is_sealed=lambda _: True, after=mark)
+        except Exception as error:  # noqa: BLE001 -- handed to the test's thread.
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert failures == []
+    assert shard(storage, runs, [5, 6]) == shard(storage, runs, [1, 2])
