@@ -1,0 +1,1 @@
+"""What `make bench` runs: every figure that kvcellar claims, measured beside its ceiling."""

@@ -1,0 +1,116 @@
+"""LMCache's server 0.5.6, the peer that is measured beside ours.
+
+It is the real wheel, in an environment of its own (`.stack/peer`) that is made at the first run:
+a virtual environment which sees this checkout's torch and vLLM through a path file and adds
+LMCache and what that needs, so that its console script does not replace ours. Its own client
+classes drive it (`scripts/bench_peer.py`, run by its own interpreter).
+"""
+
+import json
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvcellar.bench.node import Node
+from kvcellar.bench.programs import BenchError, Programs
+
+__all__ = ["Peer"]
+
+_WANTED = (
+    "lmcache==0.5.6",
+    "aiofile==3.12.3",
+    "aiofiles==25.1.0",
+    "caio==0.12.10",
+    "opentelemetry-exporter-prometheus==0.66b2",
+    "redis==8.1.0",
+    "sortedcontainers==2.4.0",
+)
+_INSTALL_S = 900.0
+_RUN_S = 600.0
+# Empty: its vLLM loads no plug-in, so none of ours takes its connector's name.
+_ENVIRONMENT = {"VLLM_PLUGINS": "", "LMCACHE_TRACK_USAGE": "false"}
+
+
+class Peer:
+    """The peer's environment and what can be done with it.
+
+    Attributes:
+        name: for tables.
+        python: its interpreter.
+    """
+
+    name = "LMCache 0.5.6"
+
+    def __init__(self, root: Path) -> None:
+        """Prepare; `install` makes the environment.
+
+        Args:
+            root: of the checkout.
+        """
+        self._folder = root / ".stack" / "peer"
+        self._script = root / "scripts" / "bench_peer.py"
+        self.python = self._folder / "bin" / "python"
+        self._trouble = "it was not installed"
+
+    def check(self) -> None:
+        """Raise `BenchError`, which says why, if it cannot be measured."""
+        if self._trouble:
+            raise BenchError(self._trouble)
+
+    def install(self, programs: Programs) -> None:
+        """Make the environment unless it is there; a failure is kept for `check`."""
+        stamp = self._folder / "complete"
+        wanted = "\n".join(_WANTED)
+        try:
+            if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted):
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._make(programs)
+                stamp.write_text(wanted, encoding="utf-8")
+            self._trouble = ""
+        except (BenchError, OSError) as error:
+            self._trouble = str(error)
+
+    def _make(self, programs: Programs) -> None:
+        words = [sys.executable, "-m", "venv", str(self._folder)]
+        programs.run("peer-venv", words, timeout_s=_INSTALL_S)
+        here = sysconfig.get_path("purelib")
+        there = sysconfig.get_path("purelib", vars={"base": str(self._folder)})
+        Path(there, "ours.pth").write_text(f"{here}\n", encoding="utf-8")
+        words = [str(self.python), "-m", "pip", "install", "--no-input", "--no-deps", *_WANTED]
+        programs.run("peer-install", words, timeout_s=_INSTALL_S)
+        words = [str(self.python), "-c", "import lmcache.cli.main, vllm"]
+        programs.run("peer-check", words, timeout_s=_INSTALL_S, environment=_ENVIRONMENT)
+
+    def start(self, programs: Programs, name: str, *, l1_gb: float) -> Node:
+        """Start its server, in the mode that is fastest on a CPU, and wait until it is healthy."""
+        node = self.launch(programs, name, l1_gb=l1_gb)
+        node.wait_until_healthy(programs)
+        return node
+
+    def launch(self, programs: Programs, name: str, *, l1_gb: float) -> Node:
+        """Start its server and return at once."""
+        words = [str(self.python), "-m", "lmcache.cli.main", "server"]
+        words += ["--supported-transfer-mode", "auto", "--shm-name", "kvcellar_bench_peer"]
+        return Node.launch_as(programs, name, words, l1_gb, _ENVIRONMENT)
+
+    def lookups(
+        self, programs: Programs, node: Node, key_counts: Sequence[int], *, seconds: float
+    ) -> dict[int, list[float]]:
+        """Store as many chunks as needed, look them up, and return the durations in seconds."""
+        counts = ",".join(map(str, key_counts))
+        words = self._client("lookups", node, f"{seconds:g}", counts)
+        answer = programs.run("peer-lookups", words, timeout_s=_RUN_S, environment=_ENVIRONMENT)
+        return {int(count): durations for count, durations in json.loads(answer).items()}
+
+    def storing(self, node: Node, gb_per_s: float) -> list[str]:
+        """Return the command that stores at a steady rate until it is ended."""
+        return self._client("store", node, f"{gb_per_s:g}")
+
+    def engine(self) -> tuple[list[str], dict[str, str]]:
+        """Return the words that begin `vllm serve` in its environment, and variables to set."""
+        return [str(self.python), "-m", "vllm.entrypoints.cli.main", "serve"], _ENVIRONMENT
+
+    def _client(self, kind: str, node: Node, *more: str) -> list[str]:
+        return [str(self.python), str(self._script), kind, str(node.port), *more]
