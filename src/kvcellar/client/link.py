@@ -141,12 +141,12 @@ class Link:
             raise PeerClosedError("the link belongs to the process that this one was forked from")
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing.is_set() or self.last_heartbeat is not None, timeout_s
+                lambda: self._closing.is_set() or self._ready_session() is not None, timeout_s
             )
-            session = self._session
+            session = self._ready_session()
             if self._closing.is_set():
                 raise PeerClosedError("the link is closed")
-            if session is None or self.last_heartbeat is None:
+            if session is None:
                 raise TimeoutExpiredError(
                     f"no server at {self._options.address} within {timeout_s:g} s"
                     + (f": {self._failure}" if self._failure else "")
@@ -172,6 +172,11 @@ class Link:
     @property
     def _address(self) -> str:
         return str(self._options.address)
+
+    def _ready_session(self) -> Session | None:
+        session = self._session
+        is_ready = session is not None and session.is_open and self.last_heartbeat is not None
+        return session if is_ready else None
 
     def _is_in_fork(self) -> bool:
         """Return whether another process started the link; its locks may be held for ever here."""

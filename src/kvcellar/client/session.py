@@ -203,15 +203,15 @@ class Session:
             try:
                 self._enter(deadline)
             except TimeoutExpiredError:
-                # Whoever reads the socket now may have read this reply too.
-                is_here = request_id in self._kept
+                # Whoever reads the socket instead may have read this reply too.
+                pass
             else:
                 try:
-                    is_here = self._wait_for(request_id, deadline)
+                    self._wait_for(request_id, deadline)
                 finally:
                     self._io.release()
             self._hand_over_late()
-            if not is_here:
+            if request_id not in self._kept:
                 return None
         return self._deliver(request_id, record)
 
