@@ -73,6 +73,7 @@ class RequestState:
         block_ids: its block table as the last steps scheduled it; empty while it has none.
         chain: keys of its full chunks; None until they are needed.
         next_chunk: the first chunk that has not been offered to the server.
+        offer_after_s: when to offer again after the server had no memory or said nothing.
         may_save: whether chunks are offered at all.
         may_load: False once a load failed or a lookup was not answered in time.
     """
@@ -83,6 +84,7 @@ class RequestState:
     block_ids: list[int] = field(default_factory=list)
     chain: ChunkChain | None = None
     next_chunk: int = 0
+    offer_after_s: float = 0.0
     may_save: bool = True
     may_load: bool = True
     _bound: Bound | None = None
@@ -92,6 +94,12 @@ class RequestState:
     def request_id(self) -> str:
         """Return vLLM's id of the request."""
         return str(self.request.request_id)
+
+    def put_off(self, bound: Bound, *, chunk: int, until_s: float) -> None:
+        """Offer the chunks from `chunk` on again later: what is behind a gap cannot be found."""
+        if self._bound is bound:
+            self.next_chunk = min(self.next_chunk, chunk)
+            self.offer_after_s = until_s
 
     def has_new_chunks(self, bound: Bound, *, token_count: int) -> bool:
         """Return whether there may be chunks to offer; cheap, for every request of every step."""

@@ -294,8 +294,11 @@ class SchedulerHalf:
             count = self._storable_tokens(state, computed_tokens + scheduled[request_id])
             if state.has_new_chunks(bound, token_count=count):
                 chain = state.keys(bound, self._adapters, token_count=count)
-                chunk_count = count // bound.chunk_tokens
-                if chain is not None and chunk_count > state.next_chunk:
+                if chain is None:
+                    continue
+                # A chunk with a token that is not known yet has no key.
+                chunk_count = min(count // bound.chunk_tokens, chain.count)
+                if chunk_count > state.next_chunk:
                     self.stores.offer(state, bound, chunk_count=chunk_count)
 
     def _storable_tokens(self, state: RequestState, computed_tokens: int) -> int:

@@ -25,6 +25,8 @@ __all__ = ["StoreCounts", "Stores"]
 
 RESERVE_TIMEOUT_S = 1.0
 """How long pinned blocks wait for the server's word before they are let go unsaved."""
+PUT_OFF_S = 1.0
+"""How long a request offers nothing after the server had no memory or gave no answer."""
 QUIET_S = 30.0
 """How long an engine without requests is kept awake for copies of which nothing is heard."""
 
@@ -37,9 +39,9 @@ class StoreCounts:
         offered: named to the server.
         present: it had them.
         busy: another writer was storing them.
-        full: it had no memory for them.
-        lost: no answer, a refusal, or a lost connection.
-        crowded: not offered, because too many blocks were pinned; offered later if there is one.
+        full: it had no memory for them; offered again while the request runs.
+        lost: no answer, a refusal, or a lost connection; offered again while the request runs.
+        crowded: not offered in a step, because too many blocks were pinned.
         stored: copied by every rank.
         failed: not copied by some rank.
     """
@@ -58,6 +60,7 @@ class StoreCounts:
 class _Offer:
     state: RequestState
     bound: Bound
+    first: int
     keys: list[bytes]
     blocks: list[list[int]]
     question: Question
@@ -123,6 +126,9 @@ class Stores:
         """
         chain, first, width = state.chain, state.next_chunk, bound.blocks_per_chunk
         assert chain is not None
+        now_s = self._clock.monotonic_s()
+        if now_s < state.offer_after_s:
+            return
         stop = min(chunk_count, first + KEYS_MAX)
         block_ids = state.block_ids[first * width : stop * width]
         usable = self._pins.usable(block_ids) // width
@@ -141,12 +147,13 @@ class Stores:
         self._pins.pin(block_ids)
         state.next_chunk = stop
         state.receipt.open_job()
-        self._active_s = self._clock.monotonic_s()
+        self._active_s = now_s
         self.counts.offered += fitting
         self._offers.append(
             _Offer(
                 state,
                 bound,
+                first,
                 [bytes(chain.key(index)) for index in range(first, stop)],
                 [block_ids[at : at + width] for at in range(0, len(block_ids), width)],
                 question,
@@ -162,6 +169,7 @@ class Stores:
             except KVCellarError as error:
                 self._binder.heed(offer.bound, error)
                 self.counts.lost += len(offer.keys)
+                self._put_off(offer, offer.first)
                 self._let_go(offer)
                 continue
             if reply is None:
@@ -223,7 +231,9 @@ class Stores:
     def _sort(self, offer: _Offer, states: bytes) -> _Taken:
         """Count the chunks by the server's word and let go of those that it does not want."""
         taken, counts = _Taken(), self.counts
-        for key, block_ids, state in zip(offer.keys, offer.blocks, states, strict=True):
+        for index, (key, block_ids, state) in enumerate(
+            zip(offer.keys, offer.blocks, states, strict=True)
+        ):
             if state == ChunkState.RESERVED:
                 taken.keys.append(key)
                 taken.block_ids += block_ids
@@ -234,10 +244,13 @@ class Stores:
             elif state == ChunkState.BUSY:
                 counts.busy += 1
             else:
-                # What follows could not be found behind the gap: this request stores no more.
                 counts.full += 1
-                offer.state.may_save = False
+                self._put_off(offer, offer.first + index)
         return taken
+
+    def _put_off(self, offer: _Offer, chunk: int) -> None:
+        until_s = self._clock.monotonic_s() + PUT_OFF_S
+        offer.state.put_off(offer.bound, chunk=chunk, until_s=until_s)
 
     def _let_go(self, offer: _Offer) -> None:
         for block_ids in offer.blocks:

@@ -1,0 +1,22 @@
+"""A server and a model folder for the tests that run vLLM's scheduler."""
+
+import pytest
+from tests.server.running import RunningServer
+
+CHUNK_TOKENS = 32
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    from tests.engines.vllm.toy_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def cellar():
+    """A server whose chunks are two of the toy engine's blocks."""
+    with RunningServer("--chunk-size", str(CHUNK_TOKENS)) as server:
+        yield server
+        assert server.process.poll() is None, server.log()
+        assert "Traceback" not in server.log()

@@ -1,0 +1,246 @@
+"""The scheduler half while the server is absent, frozen, killed or started again."""
+
+import contextlib
+import random
+import signal
+import socket
+import time
+
+import pytest
+from tests.engines.vllm.conftest import CHUNK_TOKENS
+from tests.engines.vllm.toy_engine import ToyEngine
+from tests.engines.vllm.toy_model import VOCABULARY
+from tests.engines.vllm.toy_play import Day, play
+from tests.engines.vllm.toy_worker import Delays
+from tests.server import running
+from tests.server.running import RunningServer, eventually
+
+from kvcellar.protocol.messages import ChunkState, ReserveReply
+
+pytestmark = pytest.mark.engine
+
+HEARTBEAT_S = 0.2
+
+
+class Cellar:
+    """A server that comes and goes at one port."""
+
+    def __init__(self):
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.server = None
+
+    def start(self, *, has_memory=True):
+        flags = running.FLAGS
+        running.FLAGS = ("--port", str(self.port), *flags[2:])
+        try:
+            self.server = RunningServer("--chunk-size", str(CHUNK_TOKENS)).__enter__()
+        finally:
+            running.FLAGS = flags
+        if has_memory:
+            eventually(lambda: self.server.status()["kvcellar"]["arena"]["ready_bytes"])
+        return self
+
+    def kill(self):
+        if self.server is not None:
+            self.server.kill()
+            self.server = None
+
+    def freeze(self):
+        self.server.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self):
+        self.server.process.send_signal(signal.SIGCONT)
+
+    def held(self):
+        state = self.server.status()["kvcellar"]
+        return state["leases"], state["reservations"]
+
+
+@pytest.fixture
+def cellar():
+    one = Cellar()
+    yield one
+    if one.server is not None:
+        one.thaw()
+        one.kill()
+
+
+@pytest.fixture
+def prompt():
+    source = random.Random(5)
+    return lambda count: [source.randrange(VOCABULARY) for _ in range(count)]
+
+
+def test_an_engine_serves_before_there_is_a_server_and_hits_once_there_is(toy, cellar, prompt):
+    text = prompt(200)
+    with ToyEngine(toy, cellar.port) as engine:
+        assert engine.ask(text)[1] == 0
+        engine.settle()
+        cellar.start()
+        engine.wait_bound()
+        engine.reset()
+        assert engine.ask(text)[1] == 0
+        engine.reset()
+        assert engine.ask(text)[1] == 192
+        engine.settle()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_killed_server_fails_no_request_and_its_successor_is_used(toy, cellar, prompt, is_async):
+    text = prompt(200)
+    delays = Delays(load=lambda: 3, store=lambda: 3)
+    cellar.start()
+    with ToyEngine(toy, cellar.port, is_async=is_async, delays=delays) as engine:
+        engine.wait_bound()
+        engine.ask(text)
+        engine.settle()
+        engine.reset()
+        # One loads and one stores while the server dies.
+        engine.add(text)
+        engine.add(prompt(100), 20)
+        engine.run_until(lambda: len(engine.half.loads) == 1 and len(engine.half.stores) > 0)
+        cellar.kill()
+        engine.settle()
+        cellar.start()
+        engine.wait_bound()
+        engine.reset()
+        assert engine.ask(text)[1] == 0
+        engine.settle()
+        engine.reset()
+        assert engine.ask(text)[1] == 192
+        engine.settle()
+        assert cellar.held() == (0, 0)
+
+
+def test_chunks_that_found_no_memory_are_stored_when_there_is_some(
+    toy, cellar, prompt, monkeypatch
+):
+    """A server answers before its memory is there."""
+    monkeypatch.setattr("kvcellar.engines.vllm.stores.PUT_OFF_S", 0.02)
+    cellar.start()
+    with ToyEngine(toy, cellar.port) as engine:
+        engine.wait_bound()
+        offers = engine.half.stores
+        start, is_full = offers._start, iter([True, True])
+
+        def say_full(offer, reply):
+            if next(is_full, False):
+                engine.half._exchange.cancel(offer.bound.session, reply.reservation)
+                none = bytes([ChunkState.FULL]) * len(reply.states)
+                reply = ReserveReply(reply.id, 0, none, b"")
+            return start(offer, reply)
+
+        monkeypatch.setattr(offers, "_start", say_full)
+        engine.add(prompt(200), 400)
+        engine.run_until(lambda: engine.half.stores.counts.stored == 6)
+        assert engine.half.stores.counts.full > 0
+
+
+def test_a_request_that_runs_stores_everything_anew_at_the_next_server(toy, cellar, prompt):
+    text = prompt(200)
+    cellar.start()
+    with ToyEngine(toy, cellar.port) as engine:
+        engine.wait_bound()
+        request_id = engine.add(text, 400)
+        engine.run_until(lambda: engine.half.stores.counts.stored == 6)
+        cellar.kill()
+        cellar.start()
+        engine.wait_bound()
+        engine.run_until(lambda: engine.half.stores.counts.stored == 12)
+        assert not engine.asked[request_id].is_over
+        engine.settle()
+        engine.reset()
+        assert engine.ask(text)[1] == 192
+
+
+def test_an_answer_that_is_late_but_in_time_is_still_a_hit(toy, cellar, prompt):
+    text = prompt(200)
+    cellar.start()
+    options = {"kvcellar.lookup_timeout_s": 5}
+    with ToyEngine(toy, cellar.port, options=options) as engine:
+        engine.wait_bound()
+        engine.ask(text)
+        engine.settle()
+        engine.reset()
+        cellar.freeze()
+        request_id = engine.add(text)
+        for _ in range(5):
+            engine.step()
+        assert not engine.asked[request_id].said
+        cellar.thaw()
+        engine.settle()
+        assert engine.loaded_tokens == 192
+
+
+def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cellar, prompt):
+    texts = [prompt(100) for _ in range(6)]
+    cellar.start()
+    options = {"kvcellar.lookup_timeout_s": 0.1}
+    with ToyEngine(toy, cellar.port, options=options) as engine:
+        engine.wait_bound()
+        for text in texts:
+            engine.ask(text)
+        engine.settle()
+        engine.reset()
+        cellar.freeze()
+        for text in texts:
+            longest_s = slowest_step(engine, text)
+            assert longest_s < 0.1, "a step waited for the server"
+        assert engine.half.lookups.overdue_count >= 3
+        assert engine.half._link.session is None
+        assert engine.loaded_tokens == 0
+        engine.settle()
+        cellar.thaw()
+        eventually(lambda: engine.half._link.session)
+        eventually(lambda: cellar.held() == (0, 0), timeout_s=2.0)
+        engine.reset()
+        assert engine.ask(texts[0])[1] == 96
+        engine.settle()
+
+
+def test_offers_to_a_frozen_server_are_withdrawn(toy, cellar, prompt, monkeypatch):
+    monkeypatch.setattr("kvcellar.engines.vllm.stores.RESERVE_TIMEOUT_S", 0.1)
+    cellar.start()
+    with ToyEngine(toy, cellar.port) as engine:
+        engine.wait_bound()
+        request_id = engine.add(prompt(100), 3)
+        engine.step()
+        cellar.freeze()
+        engine.run_until(lambda: engine.asked[request_id].is_over)
+        engine.settle()
+        assert engine.half.stores.counts.lost > 0
+        cellar.thaw()
+        eventually(lambda: cellar.held() == (0, 0), timeout_s=2.0)
+
+
+def slowest_step(engine, text):
+    request_id, longest_s = engine.add(text), 0.0
+    while not engine.asked[request_id].is_over:
+        start_s = time.monotonic()
+        engine.step()
+        longest_s = max(longest_s, time.monotonic() - start_s)
+        time.sleep(0.0005)
+    return longest_s
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_days_with_a_server_that_comes_and_goes_end_well(toy, cellar, seed):
+    cellar.start()
+    chance = Day(seed).chance
+
+    def disturb():
+        what = chance.random()
+        if what < 0.02:
+            cellar.freeze()
+        elif what < 0.06:
+            cellar.thaw()
+        elif what < 0.065:
+            cellar.kill()
+            cellar.start(has_memory=False)
+
+    options = {"kvcellar.lookup_timeout_s": 0.05}
+    play(toy, cellar.port, seed, actions=150, disturb=disturb, options=options)
+    cellar.thaw()
+    eventually(lambda: cellar.held() == (0, 0), timeout_s=2.0)

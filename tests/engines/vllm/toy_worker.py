@@ -1,0 +1,179 @@
+"""Worker halves without torch: real clients of a real server that copy numbers.
+
+Every rank has its own link, pages and jobs. A copy happens whole steps after its job came, as the
+test wants it, so blocks that were not kept would be read or written too late and seen to be wrong.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcellar.client.link import Link
+from kvcellar.client.options import ClientOptions, Identity
+from kvcellar.clock import SystemClock
+from kvcellar.engines.vllm.metadata import JobResult, WorkerReport
+from kvcellar.errors import KVCellarError
+from kvcellar.layout.shard import PageRegion, ShardLayout
+from kvcellar.protocol.messages import REF_BYTES, Abort, Commit, Damaged, Role
+
+WAIT_S = 0.2
+
+
+def seal_of(key, rank, data):
+    return hashlib.blake2b(key + bytes([rank]) + data, digest_size=8).digest()
+
+
+@dataclass
+class Delays:
+    """Steps between a job's arrival and its copy; and which jobs fail on which rank."""
+
+    load: object = lambda: 0
+    store: object = lambda: 0
+    load_fails: object = lambda: False
+    store_fails: object = lambda: False
+
+
+@dataclass
+class _Job:
+    job: object
+    is_load: bool
+    steps: int
+
+
+@dataclass
+class ToyWorker:
+    """One rank."""
+
+    port: int
+    instance_id: str
+    rank: int
+    ranks: int
+    block_count: int
+    block_tokens: int
+    delays: Delays
+    jobs: list = field(default_factory=list)
+    received: set = field(default_factory=set)
+    spoiled: set = field(default_factory=set)
+    results: dict = field(default_factory=dict)
+    loaded_tokens: int = 0
+
+    def __post_init__(self):
+        self.pages = np.full((self.block_count, self.block_tokens), -1, dtype=np.int64)
+        page_bytes = self.pages[0].nbytes
+        layout = ShardLayout(self.rank, self.block_tokens, (PageRegion("toy", page_bytes),), "toy")
+        self.link = Link(
+            ClientOptions(port=self.port, heartbeat_s=0.2),
+            Identity(
+                Role.WORKER,
+                instance_id=self.instance_id,
+                software="toy",
+                rank=self.rank,
+                world_size=self.ranks,
+                layout=layout,
+            ),
+            clock=SystemClock(),
+            on_session=self._on_session,
+        )
+        self.arenas = []
+        self.link.start()
+
+    def close(self):
+        self.link.close()
+        for arena in self.arenas:
+            arena.close()
+
+    def begin(self, metadata):
+        for job in metadata.loads:
+            self.jobs.append(_Job(job, is_load=True, steps=self.delays.load()))
+        for job in metadata.stores:
+            self.jobs.append(_Job(job, is_load=False, steps=self.delays.store()))
+
+    def tick(self):
+        """Run what is due; called after each step's computation."""
+        due = [job for job in self.jobs if job.steps <= 0]
+        self.jobs = [job for job in self.jobs if job.steps > 0]
+        for job in self.jobs:
+            job.steps -= 1
+        for job in due:
+            self._load(job.job) if job.is_load else self._store(job.job)
+
+    def take(self):
+        """Return what ended since the last call: requests, spoiled blocks, a report or None."""
+        taken = (
+            self.received,
+            self.spoiled,
+            WorkerReport(self.results) if self.results else None,
+        )
+        self.received, self.spoiled, self.results = set(), set(), {}
+        return taken
+
+    def _on_session(self, session):
+        self.arenas.append(session.arena)
+
+    def _session(self, boot_id):
+        session = self.link.session
+        return session if session is not None and session.boot_id == boot_id else None
+
+    def _load(self, job):
+        session = self._session(job.boot_id)
+        targets = [None] * job.skip_blocks + list(job.block_ids)
+        width = job.blocks_per_chunk
+        ok = session is not None and not self.delays.load_fails()
+        bad = [] if ok else list(job.block_ids)
+        for index in range(job.chunk_count if ok else 0):
+            chunk = targets[index * width : (index + 1) * width]
+            at = (index * job.shard_count + self.rank) * REF_BYTES
+            offset = int.from_bytes(job.refs[at : at + 8], "little")
+            size = width * self.pages[0].nbytes
+            data = bytes(session.arena.view[offset : offset + size])
+            key = job.keys[index * 32 : index * 32 + 32]
+            if seal_of(key, self.rank, data) != job.refs[at + 8 : at + 16]:
+                bad += [block for block in chunk if block is not None]
+                self._say(session, lambda id_, k=key, o=offset: Damaged(id_, k, self.rank, o))
+                continue
+            pages = np.frombuffer(data, dtype=np.int64).reshape(width, self.block_tokens)
+            for block, page in zip(chunk, pages, strict=True):
+                if block is not None:
+                    self.pages[block] = page
+        self.loaded_tokens += 0 if bad else len(job.block_ids) * self.block_tokens
+        self.received.add(job.request_id)
+        self.spoiled.update(bad)
+        size_bytes = len(job.block_ids) * self.pages[0].nbytes
+        self._end(job, ok=not bad, size_bytes=size_bytes)
+
+    def _store(self, job):
+        session = self._session(job.boot_id)
+        ok = session is not None and not self.delays.store_fails()
+        width = job.blocks_per_chunk
+        seals = []
+        for index in range(job.chunk_count if ok else 0):
+            data = self.pages[job.block_ids[index * width : (index + 1) * width]].tobytes()
+            at = (index * job.shard_count + self.rank) * 8
+            offset = int.from_bytes(job.offsets[at : at + 8], "little")
+            session.arena.view[offset : offset + len(data)] = data
+            key = job.keys[index * 32 : index * 32 + 32]
+            seals.append(seal_of(key, self.rank, data))
+        if ok:
+            ok = self._say(
+                session,
+                lambda id_: Commit(id_, job.reservation, self.rank, b"".join(seals), 0.001),
+            )
+        elif session is not None:
+            self._say(session, lambda id_: Abort(id_, job.reservation, self.rank))
+        self._end(job, ok=ok, size_bytes=len(job.block_ids) * self.pages[0].nbytes)
+
+    def _say(self, session, make):
+        try:
+            session.call(make, timeout_s=WAIT_S)
+        except KVCellarError:
+            return False
+        return True
+
+    def _end(self, job, *, ok, size_bytes):
+        self.results[job.job_id] = JobResult(
+            ranks_done=int(ok),
+            ranks_failed=int(not ok),
+            size_bytes=size_bytes if ok else 0,
+            copy_s=0.001,
+        )
