@@ -45,6 +45,14 @@ def eventually(condition, *, timeout_s=WAIT_S):
         time.sleep(0.005)
 
 
+def is_running(pid):
+    """Return whether a process runs; one that ended and was not reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2][1] != "Z"
+    except OSError:
+        return False
+
+
 def namespace(world_size=1):
     return bytes([world_size]) * 32
 

@@ -167,7 +167,7 @@ def test_a_store_without_all_ranks_is_answered_with_the_missing_one(server):
         (Damaged(0, b"x", 0, 0), MalformedError),
         (Bind(0, b"x", 16, (4096,)), MalformedError),
         (Bind(0, namespace(), 0, (4096,)), MalformedError),
-        (Bind(0, namespace(), 16, (0,)), MalformedError),
+        (Bind(0, namespace(9), 16, (0,)), MalformedError),
         (Locate(0, 1), MalformedError),
     ],
 )
@@ -203,7 +203,7 @@ def test_a_damaged_chunk_is_removed_only_where_it_was_found(server):
         assert engine.lookup(30, 31).count == 2
         worker.call(lambda i: Damaged(i, key(30), 0, offset), timeout_s=WAIT_S)
         assert engine.lookup(30, 31).count == 0
-        assert "damaged chunk removed" in server.log()
+        server.wait_for_line("damaged chunk removed")
 
 
 def test_a_closed_connection_ends_leases_and_keeps_reservations(server):
@@ -264,7 +264,7 @@ def test_the_newest_engine_of_a_name_takes_all_seats_of_the_old_one(server):
         with pytest.raises(PeerClosedError):
             session.call(Ping, timeout_s=WAIT_S)
     assert held(server) == (0, 0)
-    assert "seat taken over" in server.log()
+    server.wait_for_line("seat taken over")
     server.open(Role.WORKER, "name", rank=1, world_size=2)
     scheduler = server.open(Role.SCHEDULER, "name", world_size=2)
     with pytest.raises(NotRegisteredError, match="bind"):
@@ -272,6 +272,16 @@ def test_the_newest_engine_of_a_name_takes_all_seats_of_the_old_one(server):
     bind = Bind(0, namespace(2), CHUNK_TOKENS, (SHARD_BYTES,) * 2)
     scheduler.call(numbered(bind), timeout_s=WAIT_S)
     assert scheduler.call(lambda i: Lookup(i, key(60)), timeout_s=WAIT_S).count == 1
+
+
+def test_a_new_scheduler_half_inherits_no_namespace(server):
+    old = server.open(Role.SCHEDULER, "heir")
+    server.open(Role.WORKER, "heir")
+    old.call(numbered(Bind(0, namespace(), CHUNK_TOKENS, (SHARD_BYTES,))), timeout_s=WAIT_S)
+    old.call(Goodbye, timeout_s=WAIT_S)
+    new = server.open(Role.SCHEDULER, "heir")
+    with pytest.raises(NotRegisteredError, match="bind"):
+        new.call(numbered(Lookup(0, key(1))), timeout_s=WAIT_S)
 
 
 def test_the_one_that_lost_its_seat_is_told_by_whom_and_what_to_do(server):

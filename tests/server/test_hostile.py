@@ -378,7 +378,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_costs_bounded_memory():
             else:
                 pytest.fail(f"still connected after {sent} bytes")
         assert server.rss_kb() < 250_000
-        assert "client does not read" in server.log()
+        server.wait_for_line("client does not read")
         assert engine.lookup(1).count == 1
 
 
@@ -400,6 +400,8 @@ def test_out_of_descriptors_the_server_recovers():
             tool.call(Ping, timeout_s=WAIT_S)
         eventually(lambda: is_reachable(server))
         assert "Traceback" not in server.log()
+        # It waits between tries, and neither spins nor fills the log.
+        assert server.log().count("cannot accept") < 100
 
 
 def is_reachable(server):

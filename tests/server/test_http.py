@@ -2,13 +2,12 @@
 
 import os
 import signal
-from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
-from tests.server.running import WAIT_S, RunningServer, eventually
+from tests.server.running import WAIT_S, RunningServer, eventually, is_running
 
 from kvcellar import __version__
 from kvcellar.errors import TimeoutExpiredError
@@ -191,7 +190,7 @@ def test_the_http_process_ends_with_a_killed_parent():
     with RunningServer() as server:
         child = server.http_pid()
         server.kill()
-        eventually(lambda: not Path(f"/proc/{child}").exists(), timeout_s=2)
+        eventually(lambda: not is_running(child), timeout_s=2)
 
 
 def test_a_frozen_control_process_is_unhealthy_and_recovers():

@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.server.running import SOURCE, RunningServer, eventually
+from tests.server.running import SOURCE, RunningServer, eventually, is_running
 
 from kvcellar.errors import NotLocalError, PeerClosedError
 from kvcellar.protocol.messages import Ping, Pong
@@ -66,7 +66,7 @@ def test_it_stops_at_once_and_leaves_nothing(number):
             assert time.monotonic() - start_s < 2
             with pytest.raises(PeerClosedError):
                 session.call(Ping, timeout_s=5)
-        assert not Path(f"/proc/{child}").exists()
+        assert not is_running(child)
         assert "Traceback" not in server.log()
         assert f"@kvcellar/{server.port}/" not in Path("/proc/net/unix").read_text()
 
@@ -80,7 +80,7 @@ def test_nothing_is_left_of_a_killed_server_and_its_ports_can_be_taken_at_once()
         again = RunningServer("--port", str(port), "--http-port", str(http_port))
         with again:
             assert again.status()["is_healthy"] is True
-            eventually(lambda: not Path(f"/proc/{child}").exists())
+            eventually(lambda: not is_running(child))
             with urllib.request.urlopen(f"{again.http}/healthcheck", timeout=5) as answer:
                 assert answer.status == 200
 

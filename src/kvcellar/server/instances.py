@@ -2,12 +2,13 @@
 
 A client is a process that said hello, by the 16 bytes it made for itself; it may come over several
 connections, one after the other. An instance has one seat for a scheduler half and one for each
-rank. When a seat is taken by another process while its holder lives on (an engine restarted under
-its old name before the old one ended), the newest wins and the whole old generation loses its
-seats, for its ranks and the new ones must never be mixed in one chunk. No sockets and no store in
-here: `node` acts on what changes.
+rank, and each seat counts its holders. When another process takes a seat whose holder lives on (an
+engine restarted under its old name before the old one ended), the newest wins, and everyone whose
+seat has had fewer holders loses it: that is the old generation, whose ranks and the new ones must
+never be mixed in one chunk. No sockets and no store in here: `node` acts on what changes.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -39,9 +40,10 @@ class Client:
         connection: the newest; None while it is away.
         pidfd: watches its process; owned by the roster's user; None for the server's own child.
         newer: pid of the process that took its seat, 0 while it holds it.
+        turn: how many clients have had its seat, itself included.
     """
 
-    __slots__ = ("connection", "hello", "instance", "newer", "owner", "pidfd")
+    __slots__ = ("connection", "hello", "instance", "newer", "owner", "pidfd", "turn")
 
     def __init__(self, owner: OwnerId, hello: Hello, pidfd: int | None) -> None:
         self.owner = owner
@@ -50,6 +52,7 @@ class Client:
         self.connection: Connection | None = None
         self.instance: Instance | None = None
         self.newer = 0
+        self.turn = 0
 
 
 class Instance:
@@ -64,7 +67,15 @@ class Instance:
         chunk_tokens: of that namespace.
     """
 
-    __slots__ = ("chunk_tokens", "name", "namespace", "scheduler", "workers", "world_size")
+    __slots__ = (
+        "_turns",
+        "chunk_tokens",
+        "name",
+        "namespace",
+        "scheduler",
+        "workers",
+        "world_size",
+    )
     namespace: NamespaceId | None
 
     def __init__(self, name: str, world_size: int) -> None:
@@ -74,12 +85,41 @@ class Instance:
         self.workers: dict[int, Client] = {}
         self.namespace = None
         self.chunk_tokens = 0
+        self._turns: Counter[int] = Counter()
 
     def members(self) -> Iterator[Client]:
         """Yield everyone with a seat."""
         if self.scheduler is not None:
             yield self.scheduler
         yield from self.workers.values()
+
+    def take(self, client: Client) -> list[Client]:
+        """Give a client the seat that its hello asks for, and return those who lost theirs."""
+        is_scheduler = client.hello.role == Role.SCHEDULER
+        seat = -1 if is_scheduler else client.hello.rank
+        self._turns[seat] += 1
+        client.turn = self._turns[seat]
+        client.instance = self
+        holder = self.scheduler if is_scheduler else self.workers.get(client.hello.rank)
+        lost: list[Client] = []
+        if holder is not None:
+            lost = [member for member in self.members() if member.turn < client.turn]
+            for member in lost:
+                self.leave(member)
+        if is_scheduler:
+            self.scheduler = client
+        else:
+            self.workers[client.hello.rank] = client
+        return lost
+
+    def leave(self, client: Client) -> None:
+        """Free a client's seat."""
+        if self.scheduler is client:
+            self.scheduler = None
+            # What one process bound says nothing about the next one's model.
+            self.namespace = None
+        elif self.workers.get(client.hello.rank) is client:
+            del self.workers[client.hello.rank]
 
     def layouts(self) -> tuple[ShardLayout, ...]:
         """Return the layouts in rank order, nothing until every rank is here."""
@@ -114,10 +154,6 @@ class Roster:
 
     def __len__(self) -> int:
         return len(self._clients)
-
-    def clients(self) -> list[Client]:
-        """Return everyone who is known."""
-        return list(self._clients.values())
 
     def find(self, client_id: bytes) -> Client | None:
         """Return the client with this id, if it is known."""
@@ -159,17 +195,16 @@ class Roster:
             return []
         instance = self.instances.get(hello.instance_id)
         lost: list[Client] = []
-        if instance is not None and not _fits(instance, client, hello):
-            lost = [member for member in instance.members() if member is not client]
-            for member in lost:
-                member.newer = hello.pid
-                member.instance = None
-            instance = None
-        if instance is None:
-            instance = self.instances[hello.instance_id] = Instance(
-                hello.instance_id, hello.world_size
-            )
-        _take_seat(instance, client, hello)
+        if instance is None or instance.world_size != hello.world_size:
+            lost = [] if instance is None else list(instance.members())
+            instance = Instance(hello.instance_id, hello.world_size)
+            self.instances[hello.instance_id] = instance
+            instance.take(client)
+        elif client.instance is not instance:
+            lost = instance.take(client)
+        for member in lost:
+            member.newer = hello.pid
+            member.instance = None
         return lost
 
     def remove(self, client: Client) -> None:
@@ -179,32 +214,10 @@ class Roster:
         client.instance = None
         if instance is None:
             return
-        if instance.scheduler is client:
-            instance.scheduler = None
-        if instance.workers.get(client.hello.rank) is client:
-            del instance.workers[client.hello.rank]
+        instance.leave(client)
         if not any(instance.members()) and self.instances.get(instance.name) is instance:
             del self.instances[instance.name]
 
 
 def _identity(hello: Hello) -> tuple[str, str, int, int]:
     return hello.role, hello.instance_id, hello.rank, hello.world_size
-
-
-def _fits(instance: Instance, client: Client, hello: Hello) -> bool:
-    """Return whether the seat is free or the client's own."""
-    if instance.world_size != hello.world_size:
-        return False
-    if hello.role == Role.SCHEDULER:
-        return instance.scheduler in {None, client}
-    return instance.workers.get(hello.rank, client) is client
-
-
-def _take_seat(instance: Instance, client: Client, hello: Hello) -> None:
-    client.instance = instance
-    if hello.role == Role.WORKER:
-        instance.workers[hello.rank] = client
-    elif instance.scheduler is not client:
-        instance.scheduler = client
-        # What another process bound says nothing about this one's model.
-        instance.namespace = None

@@ -6,18 +6,16 @@ message itself was malformed. An exception without a name is a bug: it is answer
 its traceback, and the server reports itself as unhealthy, because its books may be wrong.
 """
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from typing import Any
 
 from kvcellar.errors import (
     KVCellarError,
-    LimitError,
     MalformedError,
     MismatchError,
     NotRegisteredError,
 )
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
-from kvcellar.protocol.limits import HANDLES_MAX, KEYS_MAX
 from kvcellar.protocol.messages import (
     Abort,
     Bind,
@@ -132,13 +130,11 @@ class Requests:
         start_s = self._clock.monotonic_s()
         namespace = _bound(client).namespace
         assert namespace is not None
-        _check_keys(request.keys)
         hit = self._store.lookup(client.owner, namespace, request.keys, request=request.id)
         self._meters.lookup_s.observe(self._clock.monotonic_s() - start_s)
         return LookupReply(request.id, hit.count, hit.lease, hit.refs)
 
     def _release(self, client: Client, request: Release) -> Reply:
-        _check_count("leases", request.leases)
         self._store.release(client.owner, request.leases)
         return Ok(request.id)
 
@@ -146,9 +142,6 @@ class Requests:
         start_s = self._clock.monotonic_s()
         instance = _bound(client)
         assert instance.namespace is not None
-        _check_keys(request.keys)
-        if len(request.parent) not in {0, KEY_BYTES}:
-            raise MalformedError(f"parent has {len(request.parent)} bytes, not 0 or {KEY_BYTES}")
         reserved = self._store.reserve(
             client.owner,
             instance.namespace,
@@ -180,8 +173,6 @@ class Requests:
         return Ok(request.id)
 
     def _heartbeat(self, client: Client, request: Heartbeat) -> Reply:
-        _check_count("leases", request.leases)
-        _check_count("reservations", request.reservations)
         self._store.keep(
             client.owner,
             leases=request.leases,
@@ -282,27 +273,12 @@ def _bound(client: Client) -> Instance:
     return instance
 
 
-def _check_keys(keys: bytes) -> None:
-    count, rest = divmod(len(keys), KEY_BYTES)
-    if rest:
-        raise MalformedError(f"keys has {len(keys)} bytes, which is no multiple of {KEY_BYTES}")
-    if count > KEYS_MAX:
-        raise LimitError(f"keys holds {count} keys, over {KEYS_MAX}: ask in several requests")
-
-
-def _check_count(name: str, handles: Sized) -> None:
-    if len(handles) > HANDLES_MAX:
-        raise LimitError(f"{name} holds {len(handles)} handles, over {HANDLES_MAX}")
-
-
 def _check_seconds(name: str, seconds: float) -> None:
     if not 0.0 <= seconds < float("inf"):
         raise MalformedError(f"{name} {seconds} is no number of seconds")
 
 
 def _check_bind(request: Bind, instance: Instance) -> None:
-    if len(request.namespace) != KEY_BYTES:
-        raise MalformedError(f"namespace has {len(request.namespace)} bytes instead of {KEY_BYTES}")
     if request.chunk_tokens < 1:
         raise MalformedError(f"chunk_tokens {request.chunk_tokens} is below 1")
     if len(request.shard_bytes) != instance.world_size:
@@ -310,5 +286,3 @@ def _check_bind(request: Bind, instance: Instance) -> None:
             f"shard_bytes has {len(request.shard_bytes)} shards but the instance has "
             f"{instance.world_size} ranks"
         )
-    if any(size_bytes < 1 for size_bytes in request.shard_bytes):
-        raise MalformedError(f"shard_bytes {request.shard_bytes} has a size below 1")
