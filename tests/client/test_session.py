@@ -191,16 +191,16 @@ def test_a_refusal_is_raised_as_its_class(session, server):
 
 def test_a_caller_waits_for_another_threads_call_only_as_long_as_it_wants(session, server):
     server.answers[Lookup] = silent
-    slow = in_thread(session.call, lookup(1), timeout_s=0.4)
+    slow = in_thread(session.call, lookup(1), timeout_s=60.0)
     server.wait_for("lookup")
     started = time.monotonic()
     with pytest.raises(TimeoutExpiredError):
         session.call(Ping, timeout_s=0.05)
     with pytest.raises(TimeoutExpiredError):
         session.post(Ping)
-    assert time.monotonic() - started < 0.3
-    with pytest.raises(TimeoutExpiredError):
-        slow()
+    assert time.monotonic() - started < 5.0
+    server.say(LookupReply(2, 7, 1, b""))
+    assert slow().count == 7
     assert server.seen("ping") == []
 
 
@@ -209,7 +209,7 @@ def test_a_reply_that_another_thread_read_is_found(session, server):
     posted = session.post(lookup(1))
     hanging = in_thread(session.call, lookup(2), timeout_s=30.0)
     server.wait_for("lookup", 2)
-    collecting = in_thread(session.collect, posted, timeout_s=0.3)
+    collecting = in_thread(session.collect, posted, timeout_s=0.6)
     server.say(LookupReply(posted, 8, 1, b""))
     assert collecting().count == 8
     server.say(LookupReply(posted + 1, 9, 1, b""))

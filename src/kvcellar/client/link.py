@@ -27,7 +27,7 @@ _LOG = EventLog("kvcellar.client")
 _DELAY_FIRST_S = 0.05
 _DELAY_MAX_S = 1.0
 _GOODBYE_TIMEOUT_S = 0.2
-_JOIN_TIMEOUT_S = 0.8
+_JOIN_TIMEOUT_S = 0.6
 _COMPLAINT_INTERVAL_S = 300.0
 _ENDED = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
