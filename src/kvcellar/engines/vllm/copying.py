@@ -144,6 +144,9 @@ class Copying:
             )
         finally:
             self._shelf.give_back(queued.hold)
+            # Said before the load is over: else the recomputed chunk may be offered while the
+            # server still believes that it has it.
+            self._tell_damage(queued.job, copied)
             self._end_load(queued.job, copied)
             self._tell_load(queued.job, copied)
 
@@ -180,13 +183,16 @@ class Copying:
         else:
             self._settlements.abort(job.boot_id, job.reservation)
 
-    def _tell_load(self, job: LoadJob, copied: Copied) -> None:
-        damage, is_whole = copied.damage, copied.chunk_count == job.chunk_count
+    def _tell_damage(self, job: LoadJob, copied: Copied) -> None:
+        damage = copied.damage
         if damage is not None:
             log.warning("damaged slot", request_id=job.request_id, offset=damage.offset)
             self._tell(
                 job.boot_id, lambda id_: Damaged(id_, damage.key, self._shard, damage.offset)
             )
+
+    def _tell_load(self, job: LoadJob, copied: Copied) -> None:
+        is_whole = copied.chunk_count == job.chunk_count
         self._tell(
             job.boot_id,
             lambda id_: Loaded(
