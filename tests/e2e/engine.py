@@ -13,10 +13,11 @@ What the tests rely on, measured on vLLM 0.32.0's CPU build (two cores, one OMP 
 * A prefix hit never covers the whole prompt: at least one token is computed.
 """
 
+import http.client
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +173,16 @@ class Engine(Program):
                 if received >= after_tokens:
                     break
         return received
+
+    def hang_up(self, prompt: Sequence[int], *, when: Callable[[], object]) -> None:
+        """Ask for a completion and hang up, before any token, as soon as `when` is true."""
+        body = json.dumps({**_body(prompt, {}), "stream": True})
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
+        with closing(connection):
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+            )
+            eventually(when, REQUEST_S, what="the moment to hang up")
 
     @contextmanager
     def _events(self, body: dict[str, object]) -> Iterator[Iterator[dict[str, object]]]:

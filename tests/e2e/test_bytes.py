@@ -7,6 +7,7 @@ default, 'recompute'.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from tests.e2e.tiny_model import KV_BYTES_A_TOKEN
 
 CHUNK_BYTES = CHUNK_TOKENS * KV_BYTES_A_TOKEN
 COPY_DELAY_S = 2.0
+HEARTBEAT_S = 0.5
+BACK_S = 4 * HEARTBEAT_S + 3.0
+"""Until hits begin again after a restart, on a machine that is busy."""
 LATE_BLOCKS = 24
 KV_TOLERANCE = 1e-4
 
@@ -43,7 +47,7 @@ def shared(tiny, folder, stopping) -> Node:
         "late",
         tiny,
         folder=folder,
-        transfer=own_transfer(cellar, **delayed),
+        transfer=own_transfer(cellar, heartbeat_s=HEARTBEAT_S, **delayed),
         options=[
             *("--max-model-len", "2048", "--max-num-batched-tokens", "512"),
             *("--num-gpu-blocks-override", str(LATE_BLOCKS), "--max-num-seqs", "8"),
@@ -53,7 +57,7 @@ def shared(tiny, folder, stopping) -> Node:
         "plain",
         tiny,
         folder=folder,
-        transfer=own_transfer(cellar),
+        transfer=own_transfer(cellar, eager_prefetch=True, heartbeat_s=HEARTBEAT_S),
         options=["--max-model-len", "2048", "--num-gpu-blocks-override", "160"],
     )
     start_together(stopping(late), stopping(plain))
@@ -63,6 +67,8 @@ def shared(tiny, folder, stopping) -> Node:
 @pytest.fixture
 def node(shared) -> Node:
     """The module's node with nothing cached anywhere."""
+    if not shared.cellar.is_alive:
+        shared.cellar.start_and_wait()
     shared.cellar.wait_until_quiet(10 * COPY_DELAY_S)
     shared.cellar.clear()
     for engine in (shared.late, shared.plain):
@@ -202,6 +208,70 @@ def test_damage_is_found_counted_and_recomputed(
     assert_same_answer(again, expected)
     assert node.cellar.metric("kvcellar_damaged_chunks_total") == damaged + 1
     assert node.plain.is_alive
+
+
+def test_an_abort_while_loading_frees_lease_and_blocks(node, prompt, at_once):
+    """The blocks that a late load still writes are nobody else's until it has ended."""
+    tokens = prompt(1300)
+    others = [prompt(700) for _ in range(6)]
+    expected = [node.plain.complete(other) for other in others]
+    node.plain.complete(tokens)
+    node.cellar.wait_for_objects(5 + 6 * 2)
+    node.cellar.clear()
+    node.plain.reset_prefix_cache()
+    node.plain.complete(tokens)
+    node.cellar.wait_for_objects(5)
+    before = node.late.counters()
+
+    node.late.hang_up(tokens, when=lambda: node.cellar.holdings()["leases"] == 1)
+    answers = at_once([lambda other=other: node.late.complete(other) for other in others])
+
+    for answer, wanted in zip(answers, expected, strict=True):
+        assert_same_answer(answer, wanted)
+    assert (node.late.counters() - before).external_hits == 1280
+    eventually(node.late.is_idle, 5, what="an idle engine")
+    node.cellar.wait_until_quiet(10 * COPY_DELAY_S)
+    node.late.reset_prefix_cache()
+
+
+def test_a_load_does_not_fail_because_the_server_dies(node, prompt, at_once):
+    tokens = prompt(1300)
+    expected = node.plain.complete(tokens)
+    node.cellar.wait_for_objects(5)
+
+    def kill() -> None:
+        eventually(lambda: node.cellar.holdings()["leases"] == 1, 10, what="a load's lease")
+        node.cellar.kill()
+
+    (hit, counted), _ = at_once(
+        [lambda: watched(node.late, lambda: node.late.complete(tokens)), kill]
+    )
+
+    assert counted.external_hits == 1280
+    assert_same_answer(hit, expected)
+    # Loaded, not recomputed: the old arena is mapped for as long as a copy reads it.
+    assert "load failed" not in node.late.output()
+
+
+def test_a_store_of_the_last_boot_never_reaches_the_next(node, prompt):
+    tokens = prompt(1000)
+    node.late.complete(tokens, max_tokens=1)
+    assert node.cellar.holdings()["write_locked"] == 3
+    node.cellar.kill()
+    node.cellar.start_and_wait()
+
+    def is_bound() -> bool:
+        node.late.complete([3], max_tokens=1)
+        instances = node.cellar.status()["kvcellar"]["instances"]
+        return len(instances) == 2 and all(instance["namespace"] for instance in instances)
+
+    node.plain.complete([3], max_tokens=1)
+    eventually(is_bound, BACK_S, what="both engines back")
+    time.sleep(COPY_DELAY_S)
+
+    assert node.cellar.objects() == 0
+    node.cellar.wait_until_quiet()
+    node.late.reset_prefix_cache(3 * COPY_DELAY_S)
 
 
 def test_an_engine_killed_while_it_stores_leaves_nothing(node, peek, prompt):

@@ -55,7 +55,7 @@ def test_more_memory_than_there_is_is_refused_with_both_numbers(folder, command)
     cellar.start()
 
     assert cellar.wait_for_end(10) != 0
-    assert "100000" in cellar.output().replace(",", "")
+    assert re.search(r"--l1-size-gb.* 97\.66 TiB .* \d+\.\d+ GiB", cellar.output())
     cellar.close()
 
 
