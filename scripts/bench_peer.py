@@ -51,16 +51,18 @@ def connect(port: str, shape: str, chunks: int, transfer_mode: str) -> ServerBen
 def lookups(port: str, seconds: float, counts: list[int]) -> None:
     """Store what is missing of one long prefix, then look up prefixes of it."""
     client = connect(port, SMALL_SHAPE, max(counts), "lmcache_driven")
-    request = client.create_request(LOOKUP_SEQUENCE, "store", "store")
-    step = CHUNKS_A_STORE * CHUNK_TOKENS
-    if not client.lookup(request).is_full_hit:
-        for start in range(0, request.num_full_tokens, step):
-            stored = client.store(request, start, min(step, request.num_full_tokens - start))
-            assert stored.succeeded, stored
-    client.end_session(request)
-    hold_all(client, request)
-    took = {count: measure(client, request, count, seconds) for count in counts}
-    client.close()
+    try:
+        request = client.create_request(LOOKUP_SEQUENCE, "store", "store")
+        step = CHUNKS_A_STORE * CHUNK_TOKENS
+        if not client.lookup(request).is_full_hit:
+            for start in range(0, request.num_full_tokens, step):
+                stored = client.store(request, start, min(step, request.num_full_tokens - start))
+                assert stored.succeeded, stored
+        client.end_session(request)
+        hold_all(client, request)
+        took = {count: measure(client, request, count, seconds) for count in counts}
+    finally:
+        client.close()
     print(json.dumps(took))
 
 

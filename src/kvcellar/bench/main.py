@@ -52,6 +52,7 @@ def run(root: Path, arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         programs.stop_all()
+        Peer.clean_up()
         say("all stopped")
 
 

@@ -7,6 +7,7 @@ classes drive it (`scripts/bench_peer.py`, run by its own interpreter).
 """
 
 import json
+import os
 import shutil
 import sys
 import sysconfig
@@ -27,6 +28,7 @@ _WANTED = (
     "redis==8.1.0",
     "sortedcontainers==2.4.0",
 )
+_SEGMENT = f"kvcellar_bench_{os.getpid()}"
 _INSTALL_S = 900.0
 _RUN_S = 600.0
 # Empty: its vLLM loads no plug-in, so none of ours takes its connector's name.
@@ -83,6 +85,12 @@ class Peer:
         words = [str(self.python), "-c", "import lmcache.cli.main, vllm"]
         programs.run("peer-check", words, timeout_s=_INSTALL_S, environment=_ENVIRONMENT)
 
+    @staticmethod
+    def clean_up() -> None:
+        """Remove the shared memory that its server leaves behind when it is killed."""
+        for path in Path("/dev/shm").glob(f"*{_SEGMENT}*"):  # noqa: S108 - where the kernel has it.
+            path.unlink(missing_ok=True)
+
     def start(self, programs: Programs, name: str, *, l1_gb: float) -> Node:
         """Start its server, in the mode that is fastest on a CPU, and wait until it is healthy."""
         node = self.launch(programs, name, l1_gb=l1_gb)
@@ -92,7 +100,7 @@ class Peer:
     def launch(self, programs: Programs, name: str, *, l1_gb: float) -> Node:
         """Start its server and return at once."""
         words = [str(self.python), "-m", "lmcache.cli.main", "server"]
-        words += ["--supported-transfer-mode", "auto", "--shm-name", "kvcellar_bench_peer"]
+        words += ["--supported-transfer-mode", "auto", "--shm-name", _SEGMENT]
         return Node.launch_as(programs, name, words, l1_gb, _ENVIRONMENT)
 
     def lookups(

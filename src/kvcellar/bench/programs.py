@@ -20,6 +20,7 @@ __all__ = ["BenchError", "Program", "Programs", "pause"]
 
 _PR_SET_PDEATHSIG = 1
 _END_S = 20.0
+_POLL_S = 0.02
 _TAIL_LINES = 12
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -133,7 +134,7 @@ class Programs:
         probe: Callable[[], object],
         *,
         timeout_s: float,
-        poll_s: float = 0.02,
+        poll_s: float = _POLL_S,
     ) -> float:
         """Wait until `probe` is true and return the seconds since the program was started.
 
@@ -171,13 +172,12 @@ class Programs:
 
     def _end_session(self, session: int) -> None:
         """End what is left of a session, with some time to go by itself."""
+        _signal_all(session_members(session), signal.SIGTERM)
         deadline_s = self._clock.monotonic_s() + _END_S / 2
         while pids := session_members(session):
             if self._clock.monotonic_s() > deadline_s:
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            pause(0.05)
+                _signal_all(pids, signal.SIGKILL)
+            pause(_POLL_S)
 
 
 def session_members(session: int) -> list[int]:
@@ -192,6 +192,12 @@ def session_members(session: int) -> list[int]:
             if its_session == session and not is_zombie:
                 members.append(int(folder.name))
     return members
+
+
+def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _end_with_parent() -> None:
