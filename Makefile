@@ -44,8 +44,9 @@ demo: setup ## real vLLM, a small model, a long prefix: what a hit is worth (som
 bench: setup ## measure copies, lookups and TTFT beside their ceilings
 	@$(PY) scripts/bench.py
 
-docs: setup ## check that links in the Markdown lead somewhere
-	@$(PY) -m pytest -q tests/test_docs.py
+docs: setup ## write the generated pages; check links, commands and the journey
+	@$(PY) scripts/docs_config.py
+	@$(PY) -m pytest -q tests/test_docs.py tests/test_journey.py tests/config/test_docs.py
 
 clean: ## remove what make setup and the tools made
 	@rm -rf .venv .stack .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist

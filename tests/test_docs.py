@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.compat.lmcache_flags import LMCACHE_SERVER_FLAGS
+from kvcellar.compat.vllm_options import read_lmcache_options
 from kvcellar.config.load import load_server
 from kvcellar.engines.vllm.options import read_options
 
@@ -17,7 +18,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SHELL_FENCE = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+\s+(.*)$", re.MULTILINE)
-OUR_CONNECTORS = {"KVCellarConnector", "LMCacheMPConnector"}
+READERS = {"KVCellarConnector": read_options, "LMCacheMPConnector": read_lmcache_options}
 
 
 def _listed(pattern):
@@ -90,10 +91,11 @@ def test_an_engine_command_of_the_pages_is_accepted(words):
     for connector in connectors:
         extra = connector.get("kv_connector_extra_config", {})
         connectors += extra.get("connectors", [])
-    ours = [c for c in connectors if c["kv_connector"] in OUR_CONNECTORS]
+    ours = [c for c in connectors if c["kv_connector"] in READERS]
     assert ours
     for connector in ours:
-        read_options(connector.get("kv_connector_extra_config", {}))
+        read = READERS[connector["kv_connector"]]
+        assert read(connector.get("kv_connector_extra_config", {}))
 
 
 @pytest.mark.parametrize("script", _listed("*.sh"), ids=_name)

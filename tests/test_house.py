@@ -138,7 +138,8 @@ def test_importing_the_package_loads_nothing_heavy_and_takes_no_time():
 
 @pytest.mark.parametrize("package", ["cli", "compat", "server"])
 def test_what_runs_beside_the_engine_imports_nothing_heavy(package):
-    modules = list(_modules_under(package))
+    # The connector under LMCache's name is part of the engine; the plug-in that names it is not.
+    modules = [name for name in _modules_under(package) if name != "kvcellar.compat.vllm"]
     code = f"import importlib\nfor name in {modules}: importlib.import_module(name)\n"
     loaded = _in_python(code + f"print(*(name for name in {HEAVY} if name in sys.modules))")
     assert loaded == ""
@@ -163,7 +164,6 @@ PLANTED = {
     "doors": ("client/planted.py", "import torch"),
     "store": ("client/planted_too.py", "import kvcellar.store"),
     "compat": ("bench/planted.py", "import kvcellar.compat"),
-    "testing": ("cli/planted.py", "import kvcellar.testing"),
 }
 
 
@@ -171,7 +171,7 @@ def _lint(source):
     linter = "from importlinter.cli import lint_imports_command as lint; lint()"
     path = f"import sys; sys.path.insert(0, {str(source)!r})\n"
     settings = str(ROOT / ".importlinter")
-    return _run(sys.executable, "-I", "-c", path + linter, "--config", settings, "--no-cache")
+    return _run(sys.executable, "-I", "-c", path + linter, settings, "--no-cache")
 
 
 def _plant(source, file, line):
