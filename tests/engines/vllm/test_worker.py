@@ -229,6 +229,16 @@ def test_damage_in_the_first_chunk_spoils_no_block_that_the_engine_holds(start, 
     assert rig.received() == ({"load"}, {11, 12, 13})
 
 
+def test_damage_behind_a_chunk_that_is_partly_held_spoils_all_its_blocks(start, arena, numbers):
+    scheduling, rig = start()
+    job = stored(scheduling, rig, numbers[:2], range(1, 5))
+    load = scheduling.load_job(numbers[:2], [11, 12, 13], skip=1)
+    flip_a_bit(arena, [0, offset_of(job, 1)])
+    rig.step(loads=[load])
+    assert rig.received() == ({"load"}, {12, 13})
+    assert rig.blocks([11]) == rig.blocks([2])
+
+
 def test_damage_in_a_part_that_is_not_copied_is_found_too(start, arena, numbers):
     scheduling, rig = start()
     job = stored(scheduling, rig, numbers[:1], [1, 2])
