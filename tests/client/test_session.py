@@ -271,6 +271,7 @@ def test_a_reply_that_came_before_the_end_is_still_given(session, server):
     server.answers[Ping] = answer_and_end
     posted = session.post(Ping)
     server.wait_for("lost")
+    server.settle()
     session.drain()
     assert not session.is_open
     assert session.collect(posted, timeout_s=0.0) == Pong(posted, server.boot_id)
