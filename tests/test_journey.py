@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, eventually
 
 from kvcellar.client.tool import connect_tool
 from kvcellar.protocol.messages import Status
@@ -24,6 +24,8 @@ def test_the_journey_of_a_chunk_happens_as_the_page_says():
             with connect_tool("localhost", server.port) as tool:
                 return tool.call(Status, timeout_s=1).status
 
+        # Memory comes in the background; the page begins when the first step of it is there.
+        eventually(lambda: status()["storage_manager"]["l1_manager"]["memory_total_bytes"])
         names = {"PORT": server.port, "os": os, "status": status}
         printed = ""
         for kind, text in blocks:
