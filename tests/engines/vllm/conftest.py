@@ -4,6 +4,14 @@ import pytest
 from tests.server.running import RunningServer
 
 CHUNK_TOKENS = 32
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Have no deadline decide a test that is not about deadlines, however busy the machine is."""
+    monkeypatch.setattr("kvcellar.engines.vllm.stores.RESERVE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("kvcellar.engines.vllm.binding.SETTLE_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.engine
 
 MODES = {
     "plain": {},
-    "async": {"is_async": True},
     "async-second-runner-two-ranks": {"is_async": True, "is_second_runner": True, "ranks": 2},
 }
 
@@ -56,7 +55,7 @@ def whole(token_count):
 
 
 class TestHits:
-    @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 200])
+    @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 65, 200])
     def test_whole_chunks_come_back_after_a_reset(self, engine, prompt, length):
         one, text = engine(), prompt(length)
         assert one.ask(text)[1] == 0

@@ -67,6 +67,13 @@ def cellar():
         one.kill()
 
 
+@pytest.fixture(autouse=True)
+def impatience(patience, monkeypatch):
+    """Here deadlines are what the tests are about."""
+    monkeypatch.setattr("kvcellar.engines.vllm.stores.RESERVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvcellar.engines.vllm.stores.PUT_OFF_S", 0.05)
+
+
 @pytest.fixture
 def prompt():
     source = random.Random(5)
@@ -118,7 +125,6 @@ def test_chunks_that_found_no_memory_are_stored_when_there_is_some(
     toy, cellar, prompt, monkeypatch
 ):
     """A server answers before its memory is there."""
-    monkeypatch.setattr("kvcellar.engines.vllm.stores.PUT_OFF_S", 0.02)
     cellar.start()
     with ToyEngine(toy, cellar.port) as engine:
         engine.wait_bound()
@@ -177,7 +183,7 @@ def test_an_answer_that_is_late_but_in_time_is_still_a_hit(toy, cellar, prompt):
 def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cellar, prompt):
     texts = [prompt(100) for _ in range(6)]
     cellar.start()
-    options = {"kvcellar.lookup_timeout_s": 0.1}
+    options = {"kvcellar.lookup_timeout_s": 0.5}
     with ToyEngine(toy, cellar.port, options=options) as engine:
         engine.wait_bound()
         for text in texts:
@@ -187,8 +193,8 @@ def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cell
         cellar.freeze()
         for text in texts:
             longest_s = slowest_step(engine, text)
-            assert longest_s < 0.1, "a step waited for the server"
-        assert engine.half.lookups.overdue_count >= 3
+            assert longest_s < 0.25, "a step waited for the server"
+        assert engine.half.lookups.overdue_count >= 1
         assert engine.half._link.session is None
         assert engine.loaded_tokens == 0
         engine.settle()
@@ -200,8 +206,7 @@ def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cell
         engine.settle()
 
 
-def test_offers_to_a_frozen_server_are_withdrawn(toy, cellar, prompt, monkeypatch):
-    monkeypatch.setattr("kvcellar.engines.vllm.stores.RESERVE_TIMEOUT_S", 0.1)
+def test_offers_to_a_frozen_server_are_withdrawn(toy, cellar, prompt):
     cellar.start()
     with ToyEngine(toy, cellar.port) as engine:
         engine.wait_bound()

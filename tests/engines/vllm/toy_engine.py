@@ -16,8 +16,9 @@ from tests.engines.vllm.toy_model import LAYER, answer, kv_of, next_token, regis
 from tests.engines.vllm.toy_worker import Delays, ToyWorker
 
 from kvcellar.engines.vllm.connector import KVCellarConnector
+from kvcellar.engines.vllm.metadata import ConnectorMetadata
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 BLOCK_TOKENS = 16
 _numbers = itertools.count()
 
@@ -72,7 +73,14 @@ class ToyEngine:
         self.flying = collections.deque()
         self.rows = {}
         self.asked = {}
-        self.half = own_connector(self.scheduler.connector)._scheduler
+        children = getattr(self.scheduler.connector, "_connectors", None)
+        (own,) = [
+            child
+            for child in children or [self.scheduler.connector]
+            if isinstance(child, KVCellarConnector)
+        ]
+        self.half = own._scheduler
+        self.place = children.index(own) if children else None
         self.steps = 0
         self.preemptions = 0
         instance = self.config.kv_transfer_config.engine_id
@@ -211,8 +219,13 @@ class ToyEngine:
         for request_id in output.finished_req_ids:
             self.rows.pop(request_id, None)
         self._follow(output)
-        for worker in self.workers:
-            worker.begin(output.kv_connector_metadata)
+        metadata = output.kv_connector_metadata
+        for part in getattr(metadata, "metadata", (metadata,)):
+            if isinstance(part, ConnectorMetadata):
+                for worker in self.workers:
+                    worker.begin(part)
+            else:
+                self._load_for_others(part.loads)
         ids = list(output.num_scheduled_tokens)
         computed = {}
         for new in output.scheduled_new_reqs:
@@ -260,6 +273,14 @@ class ToyEngine:
         row.tokens.append(token)
         return [token]
 
+    def _load_for_others(self, loads):
+        """Fill the blocks that a connector beside ours claimed."""
+        for request_id, (blocks, tokens) in loads.items():
+            for worker in self.workers:
+                kv = kv_of(tokens, rank=worker.rank)
+                worker.pages[blocks] = kv.reshape(-1, BLOCK_TOKENS)
+                worker.received.add(request_id)
+
     def _collect(self):
         """Add up what the ranks report, as vLLM's executor does."""
         from vllm.v1.outputs import KVConnectorOutput
@@ -276,18 +297,17 @@ class ToyEngine:
                 if self._received[request_id] == len(self.workers):
                     del self._received[request_id]
                     received.add(request_id)
+        if report is not None and self.place is not None:
+            from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+
+            beside = [None] * len(self.scheduler.connector._connectors)
+            beside[self.place] = report
+            report = multi_connector.MultiKVConnectorWorkerMetadata(tuple(beside))
         return KVConnectorOutput(
             finished_recving=received or None,
             kv_connector_worker_meta=report,
             invalid_block_ids=spoiled,
         )
-
-
-def own_connector(connector):
-    """Return ours, also from inside vLLM's MultiConnector."""
-    children = getattr(connector, "_connectors", [connector])
-    (own,) = [child for child in children if isinstance(child, KVCellarConnector)]
-    return own
 
 
 def make_config(
@@ -314,6 +334,7 @@ def make_config(
         "kv_connector_extra_config": {
             f"{key_prefix}port": port,
             "kvcellar.heartbeat_s": 0.2,
+            "kvcellar.lookup_timeout_s": WAIT_S,
             **(options or {}),
         },
         **(connector or {}),

@@ -1,0 +1,97 @@
+"""LMCache's keys, as its documents write them."""
+
+import pytest
+
+from kvcellar.compat.vllm_options import read_lmcache_options
+from kvcellar.engines.vllm.options import ConnectorOptions
+from kvcellar.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_guides_keys_are_translated():
+    options, notes = read_lmcache_options(
+        {
+            "lmcache.mp.host": "tcp://localhost",
+            "lmcache.mp.port": "6555",
+            "lmcache.mp.mq_timeout": 60,
+            "lmcache.mp.heartbeat_interval": 5.0,
+            "lmcache.mp.eager_prefetch": True,
+            "lmcache.mp.save_decode_cache": True,
+        }
+    )
+    assert notes == ()
+    assert options == ConnectorOptions(
+        host="localhost",
+        port=6555,
+        timeout_s=60.0,
+        heartbeat_s=5.0,
+        eager_prefetch=True,
+        save_decode_cache=True,
+    )
+
+
+def test_our_own_keys_may_stand_beside_them():
+    options, _ = read_lmcache_options(
+        {"lmcache.mp.port": 1, "kvcellar.load_failure_policy": "fail", "kvcellar.port": "1"}
+    )
+    assert (options.port, options.load_failure_policy) == (1, "fail")
+
+
+def test_two_keys_that_contradict_are_refused():
+    with pytest.raises(ConfigError, match=r"lmcache\.mp\.port=1 and kvcellar\.port=2"):
+        read_lmcache_options({"lmcache.mp.port": 1, "kvcellar.port": 2})
+
+
+def test_a_mistyped_key_is_refused_with_the_right_one():
+    with pytest.raises(ConfigError, match=r"'lmcache\.mp\.prot'.*mean 'lmcache\.mp\.port'\?"):
+        read_lmcache_options({"lmcache.mp.prot": 6555})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lmcache.mp.mp_transfer_mode", "auto"),
+        ("lmcache.mp.hash_algorithm", "blake3"),
+        ("lmcache.mp.lazy_offload", True),
+        ("lmcache.mp.autostart.wait_timeout", 90.0),
+        ("lmcache_rpc_port", "producer1"),
+    ],
+)
+def test_a_key_that_means_nothing_here_gets_one_line(key, value):
+    options, (note,) = read_lmcache_options({key: value})
+    assert options == ConnectorOptions()
+    assert note.startswith(f"{key}={value!r} has no effect: ")
+
+
+@pytest.mark.parametrize(
+    "value", ["tcp://somewhere:6555", ["tcp://somewhere:6555"], "tcp://somewhere:6555,"]
+)
+def test_a_list_of_one_server_is_its_address(value):
+    options, _ = read_lmcache_options({"lmcache.mp.server_urls": value})
+    assert (options.host, options.port) == ("somewhere", 6555)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("lmcache.mp.server_urls", "tcp://a:1,tcp://b:2", "names 2 servers"),
+        ("lmcache.mp.server_urls", "", "names 0 servers"),
+        ("lmcache.mp.server_urls", "tcp://a", "write the port too"),
+        ("lmcache.mp.server_urls", 5555, "write one address"),
+        ("lmcache.mp.autostart", True, "start `kvcellar server` beside the engine"),
+        ("lmcache.mp.save_decode_cache", "true", "write true or false"),
+        ("lmcache.mp.port", "http", "write a port"),
+        ("lmcache.mp.mq_timeout", "soon", "write seconds"),
+        ("lmcache.mp.host", 7, "write a host name"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_its_key_and_the_reason(key, value, reason):
+    with pytest.raises(ConfigError) as refusal:
+        read_lmcache_options({key: value})
+    assert str(refusal.value).startswith(key)
+    assert reason in str(refusal.value)
+
+
+def test_an_autostart_that_is_off_is_what_we_do_anyway():
+    assert read_lmcache_options({"lmcache.mp.autostart": False}) == (ConnectorOptions(), ())

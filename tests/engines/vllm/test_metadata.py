@@ -1,0 +1,42 @@
+"""What the halves exchange survives vLLM's pickling and adds up over ranks."""
+
+import pickle
+
+import pytest
+
+from kvcellar.engines.vllm.metadata import (
+    ConnectorMetadata,
+    JobResult,
+    LoadJob,
+    StoreJob,
+    WorkerReport,
+)
+
+pytestmark = pytest.mark.engine
+
+
+def test_jobs_come_through_a_pickle_as_they_were():
+    load = LoadJob(1, "r", b"b" * 16, b"k" * 64, b"r" * 64, 2, [4, 5, 6], 1)
+    store = StoreJob(2, "r", b"b" * 16, 9, b"k" * 32, b"o" * 16, 2, [7, 8])
+    sent = ConnectorMetadata(loads=[load], stores=[store], chunk_tokens=32)
+    assert pickle.loads(pickle.dumps(sent)) == sent
+    assert (load.chunk_count, load.blocks_per_chunk) == (2, 2)
+    assert (store.chunk_count, store.blocks_per_chunk) == (1, 2)
+
+
+def test_reports_of_ranks_add_up():
+    one = WorkerReport({1: JobResult(1, 0, 100, 0.5), 2: JobResult(0, 1, 0, 0.1)})
+    other = WorkerReport({1: JobResult(1, 0, 100, 0.7), 3: JobResult(1, 0, 10, 0.2)})
+    assert one.aggregate(other) == WorkerReport(
+        {
+            1: JobResult(2, 0, 200, 0.7),
+            2: JobResult(0, 1, 0, 0.1),
+            3: JobResult(1, 0, 10, 0.2),
+        }
+    )
+    assert one.jobs[1] == JobResult(1, 0, 100, 0.5)
+
+
+def test_a_report_is_never_false():
+    """vLLM drops reports that are."""
+    assert WorkerReport()

@@ -1,0 +1,102 @@
+"""What a user may write in `kv_connector_extra_config`, and what a mistake is answered with."""
+
+import pytest
+
+from kvcellar.engines.vllm.options import ConnectorOptions, read_options
+from kvcellar.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+
+def test_without_keys_a_server_on_this_host_is_looked_for():
+    assert read_options({}) == ConnectorOptions(host="localhost", port=5555)
+
+
+def test_every_key_is_read():
+    options = read_options(
+        {
+            "kvcellar.host": "tcp://10.0.0.7",
+            "kvcellar.port": "6555",
+            "kvcellar.timeout_s": 20,
+            "kvcellar.heartbeat_s": 2.5,
+            "kvcellar.lookup_timeout_s": 0.25,
+            "kvcellar.eager_prefetch": True,
+            "kvcellar.save_decode_cache": True,
+            "kvcellar.load_failure_policy": "fail",
+            "kvcellar.testing.copy_delay_s": 0,
+        }
+    )
+    assert options == ConnectorOptions(
+        host="10.0.0.7",
+        port=6555,
+        timeout_s=20.0,
+        heartbeat_s=2.5,
+        lookup_timeout_s=0.25,
+        eager_prefetch=True,
+        save_decode_cache=True,
+        load_failure_policy="fail",
+        copy_delay_s=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("kvcellar.prot", "kvcellar.port"),
+        ("kvcellar.heartbeats", "kvcellar.heartbeat_s"),
+        ("port", "kvcellar.port"),
+        ("lmcache.mp.port", "kvcellar.port"),
+    ],
+)
+def test_a_key_that_does_not_exist_is_refused_with_the_one_that_was_meant(key, meant):
+    with pytest.raises(ConfigError) as refusal:
+        read_options({key: 1})
+    assert repr(key) in str(refusal.value)
+    assert f"did you mean {meant!r}?" in str(refusal.value)
+
+
+def test_a_key_of_lmcache_is_sent_to_its_connector():
+    with pytest.raises(ConfigError, match="LMCacheMPConnector"):
+        read_options({"lmcache.mp.mq_timeout": 1})
+
+
+def test_a_key_like_no_other_is_answered_with_all_there_are():
+    with pytest.raises(ConfigError, match=r"known keys: kvcellar\.eager_prefetch, .*timeout_s"):
+        read_options({"banana": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kvcellar.host", 7),
+        ("kvcellar.host", "a host"),
+        ("kvcellar.host", "zmq://localhost"),
+        ("kvcellar.port", "http"),
+        ("kvcellar.port", 0),
+        ("kvcellar.port", 70_000),
+        ("kvcellar.port", True),
+        ("kvcellar.port", 1.5),
+        ("kvcellar.timeout_s", "soon"),
+        ("kvcellar.timeout_s", 0),
+        ("kvcellar.timeout_s", -1),
+        ("kvcellar.timeout_s", float("nan")),
+        ("kvcellar.timeout_s", float("inf")),
+        ("kvcellar.timeout_s", True),
+        ("kvcellar.timeout_s", None),
+        ("kvcellar.heartbeat_s", []),
+        ("kvcellar.eager_prefetch", "true"),
+        ("kvcellar.save_decode_cache", 1),
+        ("kvcellar.load_failure_policy", "retry"),
+        ("kvcellar.testing.copy_delay_s", -0.1),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named_with_its_key(key, value):
+    with pytest.raises(ConfigError) as refusal:
+        read_options({key: value})
+    assert key in str(refusal.value)
+    assert str(value) in str(refusal.value) or repr(value) in str(refusal.value)
+
+
+def test_a_host_and_a_port_that_contradict_are_refused():
+    with pytest.raises(ConfigError, match=r"kvcellar\.host and kvcellar\.port"):
+        read_options({"kvcellar.host": "localhost:1", "kvcellar.port": 2})
