@@ -213,18 +213,20 @@ def test_jobs_go_on_over_a_new_connection_to_the_same_server(server, closing):
     assert [scheduling.lookup(number).count for number in (1, 2)] == [1, 0]
 
 
-def test_an_answer_that_is_lost_settles_the_store_once(server, closing, monkeypatch):
+@pytest.mark.parametrize("what", ["request", "answer"])
+def test_a_commit_is_said_until_it_is_answered_and_counts_once(server, closing, monkeypatch, what):
     rig, scheduling = started(server, closing)
     session, calls = rig.link.session, []
     call = session.call
 
     def lose_the_first(make, **options):
-        reply = call(make, **options)
-        calls.append(reply)
-        if len(calls) == 1:
-            session.close()
-            raise PeerClosedError("lost behind the answer")
-        return reply
+        calls.append(make)
+        if len(calls) > 1:
+            return call(make, **options)
+        if what == "answer":
+            call(make, **options)
+        session.close()
+        raise PeerClosedError("lost on the way")
 
     monkeypatch.setattr(session, "call", lose_the_first)
     job = scheduling.store_job([1], [1, 2])
@@ -232,4 +234,5 @@ def test_an_answer_that_is_lost_settles_the_store_once(server, closing, monkeypa
     assert timeless(rig.result(job.job_id)) == done(SHARD_BYTES)
     until(lambda: scheduling.lookup(1).count == 1)
     until(lambda: not rig.worker._copying._settlements.count)
+    assert len(calls) == 1
     assert scheduling.status()["kvcellar"]["reservations"] == 0
