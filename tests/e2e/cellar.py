@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-from tests.e2e.processes import Program, eventually, free_port
+from tests.e2e.processes import NO_REUSE, Program, eventually, free_port
 
 __all__ = ["Cellar"]
 
@@ -48,7 +48,9 @@ class Cellar(Program):
         words += ["--instance-id", name]
         super().__init__(name, words, folder=folder)
         self.ports = (self.port, self.http_port)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.http_port}", timeout=ANSWER_S)
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.http_port}", timeout=ANSWER_S, limits=NO_REUSE
+        )
 
     def close(self) -> None:
         """Close the connection to it."""
@@ -117,6 +119,12 @@ class Cellar(Program):
     def wait_until_quiet(self, timeout_s: float = QUIET_S) -> None:
         """Wait until nobody holds anything; fail after `timeout_s` with what is held."""
         eventually(self.is_quiet, timeout_s, what=f"no holdings in {self.name}")
+
+    def wait_for_writers(self, timeout_s: float = 30.0) -> None:
+        """Wait until some chunk is being written."""
+        eventually(
+            lambda: self.holdings()["write_locked"] > 0, timeout_s, what="a chunk being written"
+        )
 
     def memory_bytes(self) -> int:
         """Return the memory that its processes use, the arena not counted."""

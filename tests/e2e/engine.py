@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from tests.e2e.processes import ROOT, Program, eventually, free_port
+from tests.e2e.processes import NO_REUSE, ROOT, Program, eventually, free_port
 
 __all__ = ["BLOCK_TOKENS", "Answer", "Counters", "Engine", "assert_same_answer", "start_together"]
 
@@ -117,7 +117,9 @@ class Engine(Program):
             command += ["--kv-transfer-config", json.dumps(transfer)]
         super().__init__(name, [*command, *options], folder=folder)
         self.ports = (self.port,)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_S)
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_S, limits=NO_REUSE
+        )
 
     def start(self, environment: dict[str, str] | None = None) -> None:
         """Start it; `wait_until_ready` tells when it serves."""
@@ -142,6 +144,13 @@ class Engine(Program):
         reply = self.http.post("/v1/completions", json=_body(prompt, options))
         assert reply.status_code == 200, f"{self.name}: {reply.status_code} {reply.text}"
         return _answer(reply.json())
+
+    def complete_or_break(self, prompt: Sequence[int]) -> None:
+        """Ask for a completion of an engine that is about to be killed."""
+        try:
+            self.http.post("/v1/completions", json=_body(prompt, {}))
+        except httpx.TransportError:
+            assert not self.is_alive or not self._is_healthy()
 
     def stream(self, prompt: Sequence[int], **options: object) -> Answer:
         """Complete a prompt as a stream and say when its first token came."""
@@ -226,6 +235,15 @@ class Engine(Program):
         """Whether no request runs or waits."""
         values = self.metrics()
         return values["vllm:num_requests_running"] + values["vllm:num_requests_waiting"] == 0
+
+    def mapped_arenas(self) -> set[str]:
+        """Return the inodes of the arenas that its processes have mapped."""
+        inodes = set()
+        for process in self.members():
+            for line in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8").splitlines():
+                if "memfd:kvcellar" in line:
+                    inodes.add(line.split()[4])
+        return inodes
 
     def process(self, title: str) -> int:
         """Return the pid of its one process whose title begins so, e.g. "VLLM::EngineCore"."""

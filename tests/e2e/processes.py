@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import httpx
 import psutil
 
-__all__ = ["ROOT", "Program", "Surroundings", "eventually", "free_port"]
+__all__ = ["NO_REUSE", "ROOT", "Program", "Surroundings", "eventually", "free_port"]
 
 ROOT = Path(__file__).parent.parent.parent
 POLL_S = 0.02
+NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+"""A connection for each request: a program that closes an idle one just then fails no test."""
 
 # As in an activated virtual environment: the commands of the interpreter that runs the tests.
 _PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -104,6 +104,9 @@ def test_late_copies_store_what_was_computed(node, peek, prompt, at_once):
         node.late.abort_stream(tokens, after_tokens, max_tokens=600)
         return tokens
 
+    # Two that fit into the pool when they begin and do not when they have grown.
+    sequences = at_once([lambda: ask(prompt(1150), 600)] * 2)
+    assert (node.late.counters() - before).preemptions > 0
     actions = []
     for index in range(24):
         tokens, count = prompt(source.randrange(300, 1200)), source.randrange(1, 300)
@@ -111,11 +114,10 @@ def test_late_copies_store_what_was_computed(node, peek, prompt, at_once):
             actions.append(lambda tokens=tokens, count=count: hang_up(tokens, count % 9))
         else:
             actions.append(lambda tokens=tokens, count=count: ask(tokens, count))
-    sequences = at_once(actions)
+    sequences += at_once(actions)
     eventually(node.late.is_idle, 10, what="an idle engine")
     node.cellar.wait_until_quiet(20 * COPY_DELAY_S)
 
-    assert (node.late.counters() - before).preemptions > 0
     stored = stored_chunks(peek, sequences)
     assert len(stored) == node.cellar.objects() >= 10, "a chunk is stored that nobody asked for"
 
@@ -253,12 +255,15 @@ def test_a_load_does_not_fail_because_the_server_dies(node, prompt, at_once):
     assert "load failed" not in node.late.output()
 
 
-def test_a_store_of_the_last_boot_never_reaches_the_next(node, prompt):
+def test_a_store_of_the_last_boot_never_reaches_the_next(node, prompt, at_once):
     tokens = prompt(1000)
-    node.late.complete(tokens, max_tokens=1)
-    assert node.cellar.holdings()["write_locked"] == 3
-    node.cellar.kill()
-    node.cellar.start_and_wait()
+
+    def kill() -> None:
+        node.cellar.wait_for_writers()
+        node.cellar.kill()
+        node.cellar.start_and_wait()
+
+    at_once([lambda: node.late.complete(tokens, max_tokens=1), kill])
 
     def is_bound() -> bool:
         node.late.complete([3], max_tokens=1)
@@ -274,18 +279,20 @@ def test_a_store_of_the_last_boot_never_reaches_the_next(node, prompt):
     node.late.reset_prefix_cache(3 * COPY_DELAY_S)
 
 
-def test_an_engine_killed_while_it_stores_leaves_nothing(node, peek, prompt):
+def test_an_engine_killed_while_it_stores_leaves_nothing(node, peek, prompt, at_once):
     """The last test of the module: it ends the engine whose copies are late."""
     tokens, other = prompt(1000), prompt(600)
     node.plain.complete(other)
     node.cellar.wait_for_objects(2)
     used = node.cellar.metric("kvcellar_l1_used_bytes")
-    node.late.complete(tokens, max_tokens=1)
-    assert node.cellar.holdings()["write_locked"] == 3
 
-    node.late.kill_all()
+    def kill() -> None:
+        node.cellar.wait_for_writers()
+        node.late.kill_all()
+        node.cellar.wait_until_quiet()
 
-    node.cellar.wait_until_quiet()
+    at_once([lambda: node.late.complete_or_break(tokens), kill])
+
     assert node.cellar.objects() == 2
     assert node.cellar.metric("kvcellar_l1_used_bytes") == used
     assert peek.find(peek.keys(tokens)) == []

@@ -114,6 +114,8 @@ def test_a_killed_server_costs_hits_and_nothing_else(node, away_s):
     assert load.slowest_s < SLOWEST_S
 
     eventually(lambda: node.is_hit(node.cases[0]), BACK_S, what="a hit after the restart")
+    # The memory of the dead server's arena is free once no engine maps it: within 5 s.
+    eventually(lambda: len(node.engine.mapped_arenas()) == 1, 8, what="one arena mapped")
     node.check_quiet()
 
 
