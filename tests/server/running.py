@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,17 +74,15 @@ class RunningServer:
 
     def __init__(self, *flags, command=("-m", "kvcellar", "server")):
         environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        # A file and no pipe: a process that outlives the server by mistake cannot hold us up.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server.
         self.started_s = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, *command, *FLAGS, *flags],
             env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=self._stderr,
         )
-        self.lines = []
         self.opened = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
     def __enter__(self):
         try:
@@ -98,20 +96,17 @@ class RunningServer:
 
     def __exit__(self, *_):
         self.kill()
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
+        self._stderr.close()
 
     def log(self):
-        return "\n".join(self.lines)
+        size = os.fstat(self._stderr.fileno()).st_size
+        return os.pread(self._stderr.fileno(), size, 0).decode()
 
     def wait_for_line(self, part, *, timeout_s=WAIT_S):
         def found():
-            if self.process.poll() is not None:
-                self._reader.join(WAIT_S)
-            line = next((line for line in list(self.lines) if part in line), None)
-            assert line or self.process.returncode is None, self.log()
+            has_ended = self.process.poll() is not None
+            line = next((line for line in self.log().splitlines() if part in line), None)
+            assert line or not has_ended, self.log()
             return line
 
         return eventually(found, timeout_s=timeout_s)
@@ -127,8 +122,6 @@ class RunningServer:
         self.leave()
         self.process.kill()
         self.process.wait(WAIT_S)
-        self._reader.join(WAIT_S)
-        self.process.stderr.close()
 
     def tool(self):
         return connect_tool("localhost", self.port)

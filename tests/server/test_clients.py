@@ -337,7 +337,7 @@ def test_nothing_is_left_of_a_killed_engine_even_if_a_child_holds_its_sockets(se
         assert l1["total_object_count"] == 2, "what was complete stays"
         names = {i["name"] for i in server.status()["kvcellar"]["instances"]}
         assert "doomed" not in names
-        eventually(lambda: "client died role=scheduler instance=doomed" in server.log())
+        server.wait_for_line("client died role=scheduler instance=doomed")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)

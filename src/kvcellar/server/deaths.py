@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvcellar.errors import MismatchError
 from kvcellar.server.instances import Client
 from kvcellar.transport.credentials import Credentials
-from kvcellar.transport.pidfd import has_ended, is_pidfd, open_pidfd
+from kvcellar.transport.pidfd import is_pidfd, open_pidfd
 
 __all__ = ["DeathWatch", "pidfd_of_peer"]
 
@@ -37,10 +37,6 @@ class DeathWatch:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
             client.pidfd = None
-
-    def has_ended(self, client: Client) -> bool:
-        """Return whether a client's process has ended, also when its death was not acted on yet."""
-        return client.pidfd is not None and has_ended(client.pidfd)
 
     def _ended(self, client: Client, on_death: Callable[[Client], None]) -> None:
         assert client.pidfd is not None

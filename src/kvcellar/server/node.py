@@ -56,10 +56,6 @@ class Deaths(Protocol):
         """Stop watching, and close the client's pidfd."""
         ...
 
-    def has_ended(self, client: Client) -> bool:
-        """Return whether the client's process has ended."""
-        ...
-
 
 class Node:
     """Everything that one server knows.
@@ -127,7 +123,6 @@ class Node:
         try:
             check_version(hello.protocol_version)
             _check_hello(hello)
-            self._bury(hello.instance_id)
             if client is None:
                 client = self.roster.add(hello, pidfd)
                 self._deaths.watch(client, self.client_died)
@@ -198,13 +193,6 @@ class Node:
         """Return, by part, what is wrong with it; empty text where nothing is."""
         found = {name: check() for name, check in self.checks.items()}
         return found | self.failures
-
-    def _bury(self, instance_id: str) -> None:
-        """Act on deaths in an instance now, so that no seat is taken over from the dead."""
-        instance = self.roster.instances.get(instance_id)
-        for member in list(instance.members()) if instance is not None else []:
-            if self._deaths.has_ended(member):
-                self.client_died(member)
 
     def _disconnect(self, client: Client) -> None:
         self.store.reader_left(client.owner)
