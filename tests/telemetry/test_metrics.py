@@ -32,7 +32,9 @@ def test_every_family_is_there_before_anything_happened():
 def test_names_are_unique_and_follow_the_rules():
     names = [family.name for family in FAMILIES]
     assert len(names) == len(set(names))
-    assert all(f.name.startswith("kvcellar_") and f.help.endswith(".") or f.label for f in FAMILIES)
+    assert all(
+        (f.name.startswith("kvcellar_") and f.help.endswith(".")) or f.label for f in FAMILIES
+    )
     assert all(f.name.endswith("_total") == (f.kind == "counter") for f in FAMILIES)
 
 

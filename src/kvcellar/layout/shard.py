@@ -51,5 +51,5 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
         return self.block_bytes() * (chunk_tokens // self.block_tokens)
 
     def fingerprint(self) -> bytes:
-        """Return 32 bytes that are equal exactly for equal layouts, in every process and release."""
+        """Return 32 bytes that are the same exactly for equal layouts, everywhere and always."""
         return blake3(b"kvcellar-layout-1\x00" + msgspec.msgpack.encode(self)).digest()
