@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from tests.server.running import SOURCE, RunningServer
@@ -75,10 +74,6 @@ def test_the_help_imports_nothing_that_takes_time():
     )
     answer = in_process("-c", code)
     assert answer.stdout.splitlines()[-1] == "[]"
-    start_s = time.monotonic()
-    in_process("-m", "kvcellar", "--help")
-    # It takes 0.06 s on a quiet core; the promise is 0.2 s, tests run beside others.
-    assert time.monotonic() - start_s < 1.0
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def test_nothing_is_left_of_a_killed_engine_even_if_a_child_holds_its_sockets(se
         used = server.status()["storage_manager"]["l1_manager"]["memory_used_bytes"]
         process.kill()
         process.wait()
-        eventually(lambda: held(server) == (0, 0), timeout_s=2)
+        eventually(lambda: held(server) == (0, 0))
         l1 = server.status()["storage_manager"]["l1_manager"]
         assert l1["memory_used_bytes"] == used - 4 * SHARD_BYTES
         assert l1["total_object_count"] == 2, "what was complete stays"

@@ -358,7 +358,7 @@ def test_a_slow_hello_is_given_up_after_its_time():
             for sock in slow:
                 sock.sendall(b"\x01")
             assert [read_all(sock) for sock in slow] == [b"", b""]
-            assert 0.45 < time.monotonic() - start_s < 5
+            assert 0.45 < time.monotonic() - start_s < WAIT_S
             assert refused(server)["silent"] == 2
         finally:
             for sock in slow:

@@ -181,7 +181,7 @@ def test_a_dead_http_process_is_started_again_and_waiting_callers_are_served():
 def test_while_the_http_process_is_away_its_part_is_unhealthy():
     with RunningServer() as server:
         os.kill(server.http_pid(), signal.SIGKILL)
-        page = eventually(lambda: not (p := server.status())["is_healthy"] and p, timeout_s=2)
+        page = eventually(lambda: not (p := server.status())["is_healthy"] and p)
         assert "HTTP process" in page["kvcellar"]["parts"]["http"]
         eventually(lambda: server.status()["is_healthy"])
 
@@ -190,7 +190,7 @@ def test_the_http_process_ends_with_a_killed_parent():
     with RunningServer() as server:
         child = server.http_pid()
         server.kill()
-        eventually(lambda: not is_running(child), timeout_s=2)
+        eventually(lambda: not is_running(child))
 
 
 def test_a_frozen_control_process_is_unhealthy_and_recovers():

@@ -6,12 +6,11 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
-from tests.server.running import SOURCE, RunningServer, eventually, is_running
+from tests.server.running import SOURCE, WAIT_S, RunningServer, eventually, is_running
 
 from kvcellar.errors import NotLocalError, PeerClosedError
 from kvcellar.protocol.messages import Ping, Pong
@@ -24,7 +23,7 @@ def refused(*flags):
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=WAIT_S,
         check=False,
     )
     assert answer.returncode == 2, answer
@@ -32,18 +31,25 @@ def refused(*flags):
     return answer.stderr
 
 
-def test_it_serves_within_a_second_of_its_start_at_any_size():
+def test_it_serves_before_its_memory_is_there():
     memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    with RunningServer("--l1-size-gb", f"{memory_gb * 0.5:.2f}") as server:
+    with RunningServer("--l1-size-gb", f"{min(8.0, memory_gb * 0.4):.2f}") as server:
         with server.tool() as session:
-            assert isinstance(session.call(Ping, timeout_s=5), Pong)
-        pong_s = time.monotonic() - server.started_s
-        with urllib.request.urlopen(f"{server.http}/healthcheck", timeout=5) as answer:
+            assert isinstance(session.call(Ping, timeout_s=WAIT_S), Pong)
+        with urllib.request.urlopen(f"{server.http}/healthcheck", timeout=WAIT_S) as answer:
             assert answer.status == 200
-        http_s = time.monotonic() - server.started_s
-    # Both are about 0.4 s on a quiet core; the promise is a second, tests run beside others.
-    assert pong_s < 3
-    assert http_s < 3
+        assert "arena is whole" not in server.log().partition(" started ")[0]
+
+
+def test_both_processes_together_are_small_and_load_nothing_heavy():
+    with RunningServer() as server, server.engine() as engine:
+        engine.store(*range(10_000))
+        with urllib.request.urlopen(f"{server.http}/metrics", timeout=WAIT_S):
+            pids = (server.process.pid, server.http_pid())
+            assert sum(server.rss_kb(pid) for pid in pids) < 120 * 1024
+        for pid in pids:
+            mapped = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+            assert [name for name in ("numpy", "torch", "numba") if f"/{name}/" in mapped] == []
 
 
 def test_its_start_line_says_what_is_in_effect():
@@ -58,14 +64,12 @@ def test_it_stops_at_once_and_leaves_nothing(number):
     with RunningServer() as server:
         child = server.http_pid()
         with server.tool() as session:
-            session.call(Ping, timeout_s=5)
-            start_s = time.monotonic()
+            session.call(Ping, timeout_s=WAIT_S)
             server.process.send_signal(number)
             server.process.send_signal(number)
-            assert server.process.wait(5) == 0, server.log()
-            assert time.monotonic() - start_s < 2
+            assert server.process.wait(WAIT_S) == 0, server.log()
             with pytest.raises(PeerClosedError):
-                session.call(Ping, timeout_s=5)
+                session.call(Ping, timeout_s=WAIT_S)
         assert not is_running(child)
         assert "Traceback" not in server.log()
         assert f"@kvcellar/{server.port}/" not in Path("/proc/net/unix").read_text()
@@ -81,7 +85,7 @@ def test_nothing_is_left_of_a_killed_server_and_its_ports_can_be_taken_at_once()
         with again:
             assert again.status()["is_healthy"] is True
             eventually(lambda: not is_running(child))
-            with urllib.request.urlopen(f"{again.http}/healthcheck", timeout=5) as answer:
+            with urllib.request.urlopen(f"{again.http}/healthcheck", timeout=WAIT_S) as answer:
                 assert answer.status == 200
 
 
@@ -95,6 +99,23 @@ def test_a_taken_port_is_named_with_its_flag(flag):
     assert said.startswith("kvcellar server: ")
     assert str(port) in said
     assert f"another {flag}" in said
+
+
+def test_an_http_port_that_a_dying_process_holds_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+        http_port = dying.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        server = RunningServer("--port", str(port), "--http-port", str(http_port))
+        # The engines' port is opened first: from then on it waits for the other one.
+        eventually(lambda: is_open(port))
+    with server:
+        assert server.http == f"http://127.0.0.1:{http_port}"
+
+
+def is_open(port):
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_an_l1_larger_than_the_memory_is_refused_with_both_numbers():
