@@ -192,9 +192,8 @@ class SchedulerHalf:
         metadata = ConnectorMetadata(loads=self.loads.take_planned())
         with self.fuse:
             bound = self._binder.current()
-            self._follow_tables(scheduler_output)
-            if bound is not None and self._may_save and self.fuse.blown is None:
-                self._offer_new_chunks(scheduler_output, bound)
+            is_storing = self._may_save and self.fuse.blown is None
+            self._follow(scheduler_output, bound if is_storing else None)
             metadata.stores = self.stores.collect()
             metadata.chunk_tokens = bound.chunk_tokens if bound is not None else 0
         self._exchange.start_step()
@@ -276,30 +275,33 @@ class SchedulerHalf:
             and not params.get("do_remote_prefill")
         )
 
-    def _follow_tables(self, scheduler_output: Any) -> None:
+    def _follow(self, scheduler_output: Any, bound: Bound | None) -> None:
+        """Keep block tables as the step left them, and offer the chunks that it completes."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._states:
                 self._states[request_id].block_ids = []
-        for request_id, block_ids, is_whole, _ in scheduled_tables(scheduler_output):
-            state = self._states.get(request_id)
-            if state is not None and block_ids is not None:
-                state.block_ids = [*block_ids] if is_whole else state.block_ids + block_ids
-
-    def _offer_new_chunks(self, scheduler_output: Any, bound: Bound) -> None:
         scheduled = scheduler_output.num_scheduled_tokens
-        for request_id, _, _, computed_tokens in scheduled_tables(scheduler_output):
+        for request_id, block_ids, is_whole, computed in scheduled_tables(scheduler_output):
             state = self._states.get(request_id)
-            if state is None or not state.may_save:
+            if state is None:
                 continue
-            count = self._storable_tokens(state, computed_tokens + scheduled[request_id])
-            if state.has_new_chunks(bound, token_count=count):
-                chain = state.keys(bound, self._adapters, token_count=count)
-                if chain is None:
-                    continue
-                # A chunk with a token that is not known yet has no key.
-                chunk_count = min(count // bound.chunk_tokens, chain.count)
-                if chunk_count > state.next_chunk:
-                    self.stores.offer(state, bound, chunk_count=chunk_count)
+            if is_whole and block_ids is not None:
+                state.block_ids = [*block_ids]
+            elif block_ids is not None:
+                state.block_ids += block_ids
+            if bound is not None and state.may_save:
+                self._offer(state, bound, computed_tokens=computed + scheduled[request_id])
+
+    def _offer(self, state: RequestState, bound: Bound, *, computed_tokens: int) -> None:
+        count = self._storable_tokens(state, computed_tokens)
+        if not state.has_new_chunks(bound, token_count=count):
+            return
+        chain = state.keys(bound, self._adapters, token_count=count)
+        if chain is not None:
+            # A chunk with a token that is not known yet has no key.
+            chunk_count = min(count // bound.chunk_tokens, chain.count)
+            if chunk_count > state.next_chunk:
+                self.stores.offer(state, bound, chunk_count=chunk_count)
 
     def _storable_tokens(self, state: RequestState, computed_tokens: int) -> int:
         """Return how many leading tokens are known, computed after this step, and to be kept."""
