@@ -39,7 +39,7 @@ class Catalog:
         """Return the entry of `key`, made and hung below `parent` if need be.
 
         From here on the parent is no leaf, so making room for a chunk never evicts its own
-        prefix. An entry that nothing keeps afterwards must be given to `prune`.
+        prefix. An entry that nothing keeps needs a writer next, or goes with what it is linked to.
         """
         entry = self.entries.get(key)
         if entry is None:
@@ -52,18 +52,6 @@ class Catalog:
                 self.policy.withdraw(above)
         return entry
 
-    def prune(self, entry: Entry) -> None:
-        """Drop an entry that nothing keeps any more, and what it alone kept."""
-        above: Entry | None = entry
-        while above and not (above.refs or above.children or above.key in self.writers):
-            below = above
-            del self.entries[below.key]
-            below.namespace.entries -= 1
-            above = self.entries[below.parent] if below.parent else None
-            if above:
-                above.children -= 1
-                self._offer_leaf(above)
-
     def add_writer(self, entry: Entry, reservation: Reservation) -> None:
         """Note that `reservation` can make `entry` complete."""
         self.writers.setdefault(entry.key, []).append(reservation)
@@ -74,7 +62,7 @@ class Catalog:
         writers.remove(reservation)
         if not writers:
             del self.writers[key]
-            self.prune(self.entries[key])
+            self._prune(self.entries[key])
 
     def fill(self, entry: Entry, refs: bytes, *, tick: int) -> None:
         """Make an entry complete: from now on a lookup finds it."""
@@ -101,10 +89,10 @@ class Catalog:
             heir.children = entry.children
             self.entries[entry.key] = heir
             entry.children = 0
-            self.prune(heir)
+            self._prune(heir)
         else:
             self._free_slots(entry)
-            self.prune(entry)
+            self._prune(entry)
 
     def end_last_lease(self, entry: Entry) -> None:
         """Do what is due when nobody leases a childless record any more."""
@@ -128,6 +116,18 @@ class Catalog:
         self.entries[key] = entry
         namespace.entries += 1
         return entry
+
+    def _prune(self, entry: Entry) -> None:
+        # Drop an entry that nothing keeps any more, and what it alone kept.
+        above: Entry | None = entry
+        while above and not (above.refs or above.children or above.key in self.writers):
+            below = above
+            del self.entries[below.key]
+            below.namespace.entries -= 1
+            above = self.entries[below.parent] if below.parent else None
+            if above:
+                above.children -= 1
+                self._offer_leaf(above)
 
     def _descends(self, entry: Entry, ancestor: Entry) -> bool:
         # Keys are hashes of their parents, so only a client that lies can ask for a cycle; it

@@ -387,13 +387,15 @@ class Store:
             if age_s < self._limits.writer_alone_s:
                 self._counters.busy += 1
                 return ChunkState.BUSY
+        is_second = bool(writers)
         entry = catalog.link(key, pending.namespace, parent=parent)
+        # A writer keeps its entry: making room may evict the last child that has kept it so far.
+        catalog.add_writer(entry, pending)
         offsets = self._room.allocate(entry, pending)
         if offsets is None:
-            catalog.prune(entry)
+            catalog.drop_writer(entry.key, pending)
             return ChunkState.FULL
-        self._counters.second_writers += bool(writers)
-        catalog.add_writer(entry, pending)
+        self._counters.second_writers += is_second
         pending.chunks.append(PendingChunk(entry.key, offsets))
         return ChunkState.RESERVED
 
