@@ -35,6 +35,8 @@ LOADS_MAX = 1024
 STORES_MAX = 256
 """Stores that may wait for the copy thread."""
 CLOSE_TIMEOUT_S = 0.3
+TELL_TIMEOUT_S = 0.25
+"""How long what a load has to say may wait for the store lane's own conversation."""
 
 NOTHING = Copied(chunk_count=0, size_bytes=0, copy_s=0.0)
 
@@ -201,12 +203,12 @@ class Copying:
         )
 
     def _tell(self, boot_id: bytes, make: Callable[[int], Request]) -> None:
-        """Tell the server something that it can do without."""
+        """Tell the server something that it can do without, unless it does not listen."""
         session = self._link.session
         if session is None or session.boot_id != boot_id:
             return
         with contextlib.suppress(KVCellarError):
-            session.forget(session.post(make))
+            session.forget(session.post(make, timeout_s=TELL_TIMEOUT_S))
 
     @contextlib.contextmanager
     def _reading(self, hold: Hold) -> Iterator[ArenaView | None]:
