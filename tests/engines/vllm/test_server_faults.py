@@ -44,7 +44,7 @@ class Cellar:
 
     def kill(self):
         if self.server is not None:
-            self.server.kill()
+            self.server.__exit__(None, None, None)
             self.server = None
 
     def freeze(self):
