@@ -86,7 +86,7 @@ def start(port):
 
     yield start_one
     for server in running:
-        server.kill()
+        server.__exit__()
 
 
 def test_both_halves_find_each_other_through_the_server(start, port):
