@@ -1,0 +1,93 @@
+"""The policies by themselves: who is named, and how much is kept to know it."""
+
+import pytest
+from tests.store.bed import SPACE
+
+from kvcellar.config.server import EVICTION_POLICIES
+from kvcellar.errors import ConfigError
+from kvcellar.store.entries import Entry, Namespace
+from kvcellar.store.policies import LRU, Noop, policy_from_name
+
+NAMESPACE = Namespace(SPACE, (1,), (4096,))
+
+
+def _entry(tick):
+    entry = Entry(tick.to_bytes(32, "big"), NAMESPACE)
+    entry.tick = tick
+    return entry
+
+
+def _offered(policy, *ticks):
+    entries = [_entry(tick) for tick in ticks]
+    for entry in entries:
+        policy.offer(entry)
+    return entries
+
+
+def test_the_least_recently_used_is_named_first():
+    policy = LRU()
+    entries = _offered(policy, 3, 1, 2)
+    assert [policy.take() for _ in range(4)] == [entries[1], entries[2], entries[0], None]
+
+
+def test_a_use_after_the_offer_counts():
+    policy = LRU()
+    one, two, three = _offered(policy, 1, 2, 3)
+    one.tick, two.tick = 9, 8
+    assert [policy.take() for _ in range(3)] == [three, two, one]
+
+
+def test_what_is_withdrawn_is_not_named_until_it_is_offered_again():
+    policy = LRU()
+    one, two = _offered(policy, 1, 2)
+    policy.withdraw(one)
+    assert policy.take() is two
+    assert policy.take() is None
+    policy.offer(one)
+    assert policy.take() is one
+
+
+def test_an_offer_that_is_repeated_counts_once():
+    policy = LRU()
+    (one,) = _offered(policy, 1)
+    policy.offer(one)
+    policy.withdraw(one)
+    policy.offer(one)
+    policy.offer(one)
+    assert [policy.take(), policy.take()] == [one, None]
+    policy.withdraw(one)
+    assert policy.take() is None
+
+
+def test_what_is_leased_is_not_named_until_it_is_offered_again():
+    policy = LRU()
+    one, two = _offered(policy, 1, 2)
+    one.leases = 1
+    assert [policy.take(), policy.take()] == [two, None]
+    one.leases = 0
+    policy.offer(one)
+    assert policy.take() is one
+
+
+def test_withdrawn_entries_are_not_kept_for_ever():
+    """A prefix that grows for a day withdraws each of its chunks once."""
+    policy = LRU()
+    kept = _offered(policy, *range(100))
+    for tick in range(100, 5000):
+        (passing,) = _offered(policy, tick)
+        policy.withdraw(passing)
+        assert len(policy._heap) <= 300
+    assert [policy.take() for _ in range(101)] == [*kept, None]
+
+
+def test_noop_names_nobody():
+    policy = Noop()
+    _offered(policy, 1)
+    assert policy.take() is None
+
+
+def test_the_policies_are_those_that_the_command_line_knows():
+    policies = {name: policy_from_name(name) for name in EVICTION_POLICIES}
+    assert {name: type(policy) for name, policy in policies.items()} == {"LRU": LRU, "noop": Noop}
+    with pytest.raises(ConfigError, match="--eviction-policy ARC"):
+        policy_from_name("ARC")
