@@ -74,29 +74,42 @@ class FrameReader:
     """Cuts a stream into frame bodies; holds at most one incomplete frame."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._rest = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[bytes]:
         """Take what arrived and give every whole body, in order.
+
+        Frames that arrive whole, as nearly all do, are cut out of `data` itself: it must not
+        change until the iterator has ended, and what was not taken then is kept for the next call.
 
         Raises:
             LimitError: a frame announces more than `FRAME_MAX_BYTES`; the stream is unusable.
         """
-        buffer = self._buffer
-        buffer += data
-        position = 0
+        if self._rest:
+            self._rest += data
+            if _frame_end(self._rest, 0) is None:
+                return
+            data, self._rest = self._rest, bytearray()
+        view = memoryview(data)
+        start = 0
         try:
-            while len(buffer) - position >= LENGTH_BYTES:
-                start = position + LENGTH_BYTES
-                length = int.from_bytes(buffer[position:start], "little")
-                if length > FRAME_MAX_BYTES:
-                    raise LimitError(f"a frame announces {length} bytes, over {FRAME_MAX_BYTES}")
-                if len(buffer) - start < length:
-                    break
-                position = start + length
-                yield bytes(buffer[start:position])
+            while (end := _frame_end(view, start)) is not None:
+                body = bytes(view[start + LENGTH_BYTES : end])
+                start = end
+                yield body
         finally:
-            del buffer[:position]
+            self._rest += view[start:]
+
+
+def _frame_end(stream: bytearray | memoryview, start: int) -> int | None:
+    """Return where the frame that begins at `start` ends, None while it is incomplete."""
+    head = start + LENGTH_BYTES
+    if len(stream) < head:
+        return None
+    length = int.from_bytes(stream[start:head], "little")
+    if length > FRAME_MAX_BYTES:
+        raise LimitError(f"a frame announces {length} bytes, over {FRAME_MAX_BYTES}")
+    return head + length if len(stream) >= head + length else None
 
 
 def explain_foreign(first_bytes: bytes) -> str:
