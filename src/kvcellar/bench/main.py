@@ -35,7 +35,8 @@ def run(root: Path, arguments: Sequence[str]) -> int:
     """
     options = parse(arguments)
     clock = SystemClock()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     start_s = clock.monotonic_s()
 
     def say(text: str) -> None:
