@@ -1,8 +1,10 @@
 """What a user may write in `kv_connector_extra_config`, and what a mistake is answered with."""
 
+from pathlib import Path
+
 import pytest
 
-from kvcellar.engines.vllm.options import ConnectorOptions, read_options
+from kvcellar.engines.vllm.options import OPTION_KEYS, ConnectorOptions, read_options
 from kvcellar.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -100,3 +102,12 @@ def test_a_value_that_does_not_fit_is_named_with_its_key(key, value):
 def test_a_host_and_a_port_that_contradict_are_refused():
     with pytest.raises(ConfigError, match=r"kvcellar\.host and kvcellar\.port"):
         read_options({"kvcellar.host": "localhost:1", "kvcellar.port": 2})
+
+
+def test_every_key_is_documented_with_its_default():
+    page = (Path(__file__).parents[3] / "docs" / "connector.md").read_text(encoding="utf-8")
+    for key, field in OPTION_KEYS.items():
+        default = getattr(ConnectorOptions(), field)
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        cells = next(line for line in page.splitlines() if line.startswith(f"| `{key}` "))
+        assert cells.split("|")[2].strip(" `") == (shown if shown != "False" else "false"), key
