@@ -82,7 +82,7 @@ class Room:
                 break
         own = [*self._prefix(entry)]
         victims = self._steps_victims(size_bytes, own, [*self._written(entry, pending, taken)])
-        for victim in victims:
+        for victim in dict.fromkeys(victims):
             self._evict(victim)
         self._counters.steps_reclaimed += bool(victims)
         return self._allocator.allocate(size_bytes)

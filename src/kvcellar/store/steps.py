@@ -8,6 +8,7 @@ policy's order has met its bound, which takes shards of different sizes.
 
 from collections.abc import Iterable
 
+from kvcellar.protocol.messages import OFFSET_BYTES, REF_BYTES
 from kvcellar.store.entries import Entry
 
 __all__ = ["StepMap"]
@@ -49,18 +50,19 @@ class StepMap:
             fixed: (offset, bytes) of everything in slots besides.
 
         Returns:
-            All movable entries of one step, of the steps that can help the one whose entries were
-            used least recently in the mean; empty if none can.
+            All movable entries of one step (once for each shard there), of the steps that can
+            help the one whose entries were used least recently in the mean; empty if none can.
         """
         uses = {step: _StepUse() for step in self._with_gap(needed_bytes, fixed)}
+        step_bytes = self._step_bytes
         for entry in movable:
-            steps = {
-                offset // self._step_bytes
-                for offset, _ in entry.namespace.extents_of_refs(entry.refs)
-            }
-            for step in steps & uses.keys():
-                uses[step].entries.append(entry)
-                uses[step].ticks += entry.tick
+            refs, tick = entry.refs, entry.tick
+            for at in range(0, len(refs), REF_BYTES):
+                offset = int.from_bytes(refs[at : at + OFFSET_BYTES], "little")
+                use = uses.get(offset // step_bytes)
+                if use is not None:
+                    use.entries.append(entry)
+                    use.ticks += tick
         filled = [use for use in uses.values() if use.entries]
         if not filled:
             return []
