@@ -1,7 +1,7 @@
 """Opens the copier that fits the memory in which an engine keeps its pages.
 
 The worker half asks here and knows of no device. CPU pages are copied by numpy or numba, those of
-CUDA devices through the host; any other device is refused by name.
+accelerators by Triton kernels and the copy engine.
 """
 
 import platform
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from kvcellar.engines.copy_cpu import CpuCopier
-from kvcellar.engines.copy_device import DeviceCopier
 from kvcellar.engines.pages import Copier, PageRun
 from kvcellar.errors import UnsupportedModelError
 
@@ -24,12 +23,19 @@ def open_copier(runs: Sequence[PageRun]) -> Copier:
         UnsupportedModelError: nothing here copies from that device.
     """
     device = runs[0].device
-    kind = device.partition(":")[0]
-    if kind == "cpu":
+    if device.startswith("cpu"):
         return CpuCopier(runs)
-    if kind == "cuda":
-        return DeviceCopier(runs)
-    raise UnsupportedModelError(f"the KV cache lies on {device}; kvcellar copies from cpu and cuda")
+    try:
+        # Imported here: Triton is neither needed nor always there where the pages are a CPU's.
+        from kvcellar.engines.copy_gpu import GpuCopier
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"the KV cache lies on {device}, whose copies need Triton: {error}"
+        ) from error
+    try:
+        return GpuCopier(runs)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
 
 
 def instruction_set(runs: Sequence[PageRun]) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from kvcellar.engines.pages import NOT_WRITTEN, BlockIds, PageRun, SlotBytes, check_blocks
 from kvcellar.memory import seal
+from kvcellar.memory.arena import ArenaView
 
 __all__ = ["CpuCopier", "PageKernels", "page_kernels"]
 
@@ -26,6 +27,7 @@ Words = npt.NDArray[np.uint32]
 Weights = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
+_PAGE_BYTES = 4096
 
 
 class _Pages(NamedTuple):
@@ -58,6 +60,9 @@ class PageKernels(NamedTuple):
 class CpuCopier:
     """A `Copier` for pages in host memory; what it copies has been computed when it is asked."""
 
+    batch_chunks = 1
+    """A batch gains nothing where each copy is a loop of this thread."""
+
     def __init__(self, runs: Sequence[PageRun]) -> None:
         self._pages = [_view(run) for run in runs]
         self._block_count = min(run.block_count for run in runs)
@@ -69,8 +74,36 @@ class CpuCopier:
         """Return nothing to wait for: a CPU's forward pass is over when it returns."""
         return None
 
-    def store(self, blocks: BlockIds, slot: SlotBytes, *, after: object) -> int:
+    def store(
+        self, chunks: Sequence[BlockIds], slots: Sequence[SlotBytes], *, after: object
+    ) -> list[int]:
         """See `Copier.store`."""
+        return [self._store(*pair) for pair in zip(chunks, slots, strict=True)]
+
+    def load(
+        self,
+        slots: Sequence[SlotBytes],
+        chunks: Sequence[BlockIds],
+        *,
+        is_sealed: Callable[[int, int], bool],
+        after: object,
+    ) -> int:
+        """See `Copier.load`."""
+        for index, (slot, blocks) in enumerate(zip(slots, chunks, strict=True)):
+            if not self._load(slot, blocks, is_sealed=functools.partial(is_sealed, index)):
+                return index
+        return len(chunks)
+
+    def adopt(self, arena: ArenaView, *, start: int, stop: int) -> None:
+        """Read a byte of every page, so that the first copies do not fault: they run at a fifth."""
+        pages = np.frombuffer(arena.view, np.uint8, stop - start, start)[::_PAGE_BYTES]
+        # The value means nothing; a sum is what numpy computes without the GIL.
+        pages.sum(dtype=np.uint64)
+
+    def disown(self, arena: ArenaView) -> None:
+        """Do nothing: the page tables go with the mapping."""
+
+    def _store(self, blocks: BlockIds, slot: SlotBytes) -> int:
         self._check(blocks, slot, lowest=0)
         kernels = self._kernels()
         total = position = 0
@@ -94,15 +127,9 @@ class CpuCopier:
             position += size
         return seal.partial_sum(slot, 0) if kernels is None else total & _MASK
 
-    def load(
-        self,
-        slot: SlotBytes,
-        blocks: BlockIds,
-        *,
-        is_sealed: Callable[[int], bool],
-        after: object,
+    def _load(
+        self, slot: SlotBytes, blocks: BlockIds, *, is_sealed: Callable[[int], bool]
     ) -> bool:
-        """See `Copier.load`."""
         self._check(blocks, slot, lowest=NOT_WRITTEN)
         kernels = self._kernels()
         if kernels is None:

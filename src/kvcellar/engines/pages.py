@@ -6,12 +6,14 @@ runs name memory by numbers and hold the engine's own storage object, so that no
 torch. Made by `engines.vllm.regions`, opened by `engines.copy`, driven by the worker half.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from kvcellar.memory.arena import ArenaView
 
 __all__ = [
     "NOT_WRITTEN",
@@ -68,14 +70,18 @@ class PageRun:
 
 
 class Copier(Protocol):
-    """Moves one chunk at a time between the engine's pages and a slot.
+    """Moves chunks between the engine's pages and slots, a batch at a time.
 
     One thread may store while another loads; neither call is made by two threads at once. A block
     id that no run has is an `IndexError`, with nothing copied.
+
+    Attributes:
+        block_bytes: bytes of one block over all runs.
+        batch_chunks: the most chunks that are worth giving to one call.
     """
 
     block_bytes: int
-    """Bytes of one block over all runs."""
+    batch_chunks: int
 
     def mark(self) -> object:
         """Return what the copies of this step must wait for.
@@ -84,35 +90,48 @@ class Copier(Protocol):
         """
         ...
 
-    def store(self, blocks: BlockIds, slot: SlotBytes, *, after: object) -> int:
-        """Fill `slot` with the pages of `blocks`, run after run, and return its unfinished seal.
+    def store(
+        self, chunks: Sequence[BlockIds], slots: Sequence[SlotBytes], *, after: object
+    ) -> list[int]:
+        """Fill each slot with the pages of a chunk's blocks, run after run.
 
-        Blocks the calling thread until the bytes are in the slot; holds no GIL while copying.
+        Blocks the calling thread until the bytes are in the slots; holds no GIL while copying.
+
+        Returns:
+            The unfinished seal of each slot.
         """
         ...
 
     def load(
         self,
-        slot: SlotBytes,
-        blocks: BlockIds,
+        slots: Sequence[SlotBytes],
+        chunks: Sequence[BlockIds],
         *,
-        is_sealed: Callable[[int], bool],
+        is_sealed: Callable[[int, int], bool],
         after: object,
-    ) -> bool:
-        """Fill the pages of `blocks` from `slot` if the whole slot's sum satisfies `is_sealed`.
+    ) -> int:
+        """Fill the pages of each chunk's blocks from its slot, up to the first that is damaged.
 
         Blocks the calling thread until it is done; holds no GIL while copying.
 
         Args:
-            slot: see `SlotBytes`; all of it is summed.
-            blocks: `NOT_WRITTEN` for those that are not to be touched.
-            is_sealed: whether an unfinished seal is the one that the slot must have.
+            slots: see `SlotBytes`; all of each is summed.
+            chunks: their blocks; `NOT_WRITTEN` for those that are not to be touched.
+            is_sealed: whether the chunk of an index may have this unfinished seal.
             after: see `mark`.
 
         Returns:
-            Whether the seal matched. If not, the pages hold no byte of the slot (they are either
-            untouched or zero).
+            How many leading chunks are good. The pages of the others hold no byte of their slots:
+            they are untouched or zero.
         """
+        ...
+
+    def adopt(self, arena: ArenaView, *, start: int, stop: int) -> None:
+        """Prepare bytes [start, stop) of an arena for copies; blocks, called off the step."""
+        ...
+
+    def disown(self, arena: ArenaView) -> None:
+        """Take back what `adopt` did: the arena is about to be unmapped; blocks."""
         ...
 
     def warm_up(self) -> None:

@@ -9,7 +9,7 @@ copy threads use and give them back, the store lane sweeps.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvcellar.clock import Clock
 from kvcellar.memory.arena import ArenaView
@@ -45,8 +45,18 @@ class Hold:
 class ArenaShelf:
     """Maps boot ids to arenas; thread-safe."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(
+        self, clock: Clock, *, before_close: Callable[[ArenaView], None] = lambda _: None
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            clock: for how long an arena has been retired.
+            before_close: called with each arena that is about to be unmapped, off the step's
+                thread.
+        """
         self._clock = clock
+        self._before_close = before_close
         self._lock = threading.Lock()
         self._current: _Shelved | None = None
         self._retired: list[_Shelved] = []
@@ -110,6 +120,7 @@ class ArenaShelf:
             ]
             self._retired = [shelved for shelved in self._retired if shelved not in free]
         for shelved in free:
+            self._before_close(shelved.arena)
             shelved.arena.close()
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ __all__ = [
     "kernels",
     "lane_weights",
     "partial_sum",
+    "row_weights",
     "seal",
     "warm_up",
 ]
@@ -179,6 +180,11 @@ def lane_weights() -> Weights:
     weights = _mix(np.arange(ROW_WORDS, dtype=np.uint64))
     weights.flags.writeable = False
     return weights
+
+
+def row_weights(count: int) -> Weights:
+    """Return the weights of the first `count` rows, for kernels that have no loop over rows."""
+    return _mix(np.arange(ROW_WORDS, ROW_WORDS + count, dtype=np.uint64))
 
 
 @cache

@@ -5,7 +5,7 @@ which knows bytes. It takes a job, walks its chunks in order and stops at the fi
 Runs on the worker half's copy threads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -77,18 +77,22 @@ class ShardCopies:
         seals = bytearray()
         self._copier.warm_up()
         started_s = self._clock.monotonic_s()
-        count = 0
-        for index in range(job.chunk_count):
-            offset = self._number(job.offsets, index * job.shard_count, OFFSET_BYTES)
+        for batch in self._batches(job.chunk_count):
             with use_arena() as arena:
                 if arena is None:
                     break
-                slot = _slot(arena, offset, shard_bytes)
-                partial = self._copier.store(blocks[index], slot, after=after)
-                del slot
-            value = seal.finish(partial, _key(job.keys, index), self._shard, shard_bytes)
-            seals += value.to_bytes(8, "little")
-            count += 1
+                slots = [
+                    _slot(arena, _offset(job, index, shard=self._shard), shard_bytes)
+                    for index in batch
+                ]
+                partials = self._copier.store(
+                    [blocks[index] for index in batch], slots, after=after
+                )
+                del slots
+            for index, partial in zip(batch, partials, strict=True):
+                value = seal.finish(partial, _key(job.keys, index), self._shard, shard_bytes)
+                seals += value.to_bytes(8, "little")
+        count = len(seals) // 8
         return Copied(
             chunk_count=count,
             size_bytes=count * shard_bytes,
@@ -110,26 +114,23 @@ class ShardCopies:
         started_s = self._clock.monotonic_s()
         damage = None
         count = 0
-        for index in range(job.chunk_count):
-            position = index * job.shard_count
-            offset = self._number(job.refs, position, REF_BYTES)
-            wanted = self._number(job.refs, position, REF_BYTES, field=1)
-            key = _key(job.keys, index)
+        for batch in self._batches(job.chunk_count):
+            refs = [_Ref(job, index, shard=self._shard) for index in batch]
             with use_arena() as arena:
                 if arena is None:
                     break
-                slot = _slot(arena, offset, shard_bytes)
-                is_good = self._copier.load(
-                    slot,
-                    blocks[index],
-                    is_sealed=self._check(key, shard_bytes, wanted),
+                slots = [_slot(arena, ref.offset, shard_bytes) for ref in refs]
+                good = self._copier.load(
+                    slots,
+                    [blocks[index] for index in batch],
+                    is_sealed=self._checker(refs, shard_bytes),
                     after=after,
                 )
-                del slot
-            if not is_good:
-                damage = Damage(key, offset)
+                del slots
+            count += good
+            if good < len(refs):
+                damage = Damage(refs[good].key, refs[good].offset)
                 break
-            count += 1
         return Copied(
             chunk_count=count,
             size_bytes=count * shard_bytes,
@@ -137,17 +138,37 @@ class ShardCopies:
             damage=damage,
         )
 
-    def _number(self, packed: bytes, position: int, width: int, *, field: int = 0) -> int:
-        """Return one uint64 of this rank's record, in records of `width` bytes for each shard."""
-        start = (position + self._shard) * width + field * 8
-        return int.from_bytes(packed[start : start + 8], "little")
+    def _batches(self, chunk_count: int) -> Iterator[range]:
+        """Cut a job into what is copied behind one wait; the arena is asked for each anew."""
+        width = self._copier.batch_chunks
+        for start in range(0, chunk_count, width):
+            yield range(start, min(start + width, chunk_count))
 
-    def _check(self, key: bytes, shard_bytes: int, wanted: int) -> Callable[[int], bool]:
-        return lambda partial: seal.finish(partial, key, self._shard, shard_bytes) == wanted
+    def _checker(self, refs: Sequence["_Ref"], shard_bytes: int) -> Callable[[int, int], bool]:
+        return lambda index, partial: (
+            seal.finish(partial, refs[index].key, self._shard, shard_bytes) == refs[index].seal
+        )
+
+
+class _Ref:
+    """Where one rank's shard of one chunk lies, as a lookup's reply says."""
+
+    __slots__ = ("key", "offset", "seal")
+
+    def __init__(self, job: LoadJob, index: int, *, shard: int) -> None:
+        start = (index * job.shard_count + shard) * REF_BYTES
+        self.key = _key(job.keys, index)
+        self.offset = int.from_bytes(job.refs[start : start + OFFSET_BYTES], "little")
+        self.seal = int.from_bytes(job.refs[start + OFFSET_BYTES : start + REF_BYTES], "little")
 
 
 def _key(keys: bytes, index: int) -> bytes:
     return keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+
+
+def _offset(job: StoreJob, index: int, *, shard: int) -> int:
+    start = (index * job.shard_count + shard) * OFFSET_BYTES
+    return int.from_bytes(job.offsets[start : start + OFFSET_BYTES], "little")
 
 
 def _slot(arena: ArenaView, offset: int, size_bytes: int) -> SlotBytes:

@@ -80,11 +80,11 @@ class Copying:
         self._copies = ShardCopies(copier, shard=shard, clock=clock)
         self._shard = shard
         self._delay_s = delay_s
-        self._shelf = ArenaShelf(clock)
+        self._shelf = ArenaShelf(clock, before_close=copier.disown)
         self._settlements = Settlements(link, shard=shard)
         self._clock = clock
         self._closing = threading.Event()
-        self._toucher = Toucher(self._shelf, self._ready_bytes, clock=clock)
+        self._toucher = Toucher(self._shelf, copier, ready=self._ready_steps)
         self._load_lane = Lane("kvcellar-loads", self._run_load, depth_max=LOADS_MAX)
         self._store_lane = Lane(
             "kvcellar-stores", self._run_store, depth_max=STORES_MAX, tick=self._tidy
@@ -219,12 +219,12 @@ class Copying:
         with self._shelf.reading(hold) as arena:
             yield arena
 
-    def _ready_bytes(self) -> int:
-        """Return how much of the present arena is known to hold memory."""
+    def _ready_steps(self) -> tuple[int, int]:
+        """Return how many steps of the present arena are known to hold memory, and their size."""
         session, beat = self._link.session, self._link.last_heartbeat
         if session is None or beat is None or beat.boot_id != session.boot_id:
-            return 0
-        return beat.steps_ready * session.welcome.step_bytes
+            return 0, 0
+        return beat.steps_ready, session.welcome.step_bytes
 
     def _tidy(self) -> None:
         """Settle what is copied and unmap what is over; the store lane's tick."""
