@@ -84,7 +84,7 @@ class Copying:
         self._settlements = Settlements(link, shard=shard)
         self._clock = clock
         self._closing = threading.Event()
-        self._toucher = Toucher(self._shelf, copier, ready=self._ready_steps)
+        self._toucher = Toucher(self._shelf, copier, ready=self._ready_steps, clock=clock)
         self._load_lane = Lane("kvcellar-loads", self._run_load, depth_max=LOADS_MAX)
         self._store_lane = Lane(
             "kvcellar-stores", self._run_store, depth_max=STORES_MAX, tick=self._tidy
