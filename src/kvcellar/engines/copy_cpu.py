@@ -127,9 +127,7 @@ class CpuCopier:
             position += size
         return seal.partial_sum(slot, 0) if kernels is None else total & _MASK
 
-    def _load(
-        self, slot: SlotBytes, blocks: BlockIds, *, is_sealed: Callable[[int], bool]
-    ) -> bool:
+    def _load(self, slot: SlotBytes, blocks: BlockIds, *, is_sealed: Callable[[int], bool]) -> bool:
         self._check(blocks, slot, lowest=NOT_WRITTEN)
         kernels = self._kernels()
         if kernels is None:

@@ -175,7 +175,7 @@ class GpuCopier:
     def _begin(
         self, side: _Side, chunks: Sequence[BlockIds], *, after: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the chunks' blocks and their sums on the device, behind what `after` stands for."""
+        """Return the blocks and the sums, on the device, behind what `after` stands for."""
         with self._module.stream(side.kernel_stream):
             batch = torch.from_numpy(np.stack(chunks)).to(self._device)
             sums = torch.zeros(len(chunks), dtype=torch.int64, device=self._device)

@@ -65,7 +65,7 @@ class RunGroup:
     @property
     def run_count(self) -> int:
         """Return the number of runs."""
-        return self.bases.numel()
+        return len(self.bases)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Piece:
 
     Attributes:
         group: whose pages.
-        first_page: index of the first, counting chunk after chunk, run after run, block after block.
+        first_page: index of the first, by chunk, then run, then block.
         page_count: how many.
     """
 
@@ -164,10 +164,19 @@ def move_piece(
 
 
 # Triton compiles this function from its source; its parameters are device values without types.
-@triton.jit
-def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917
-    bases, strides, blocks, staging, sums, lane_weights, row_weights,  # noqa: ANN001
-    first_page, chunk_blocks, chunk_pages, first_word,  # noqa: ANN001
+@triton.jit  # type: ignore[untyped-decorator]
+def _move(  # type: ignore[no-untyped-def]
+    bases,
+    strides,
+    blocks,
+    staging,
+    sums,
+    lane_weights,
+    row_weights,
+    first_page,
+    chunk_blocks,
+    chunk_pages,
+    first_word,
     PAGE_WORDS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE_ROWS: tl.constexpr,
@@ -205,7 +214,8 @@ def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917
         value = moved.to(tl.int64) & 0xFFFFFFFF
         if IS_ALIGNED:
             # Whole rows: a row's weight is one number, and the lanes' are applied at the end.
-            weight = tl.load(row_weights + shard_word // LANES + rows, mask=rows * LANES < PAGE_WORDS, other=0)
+            is_row = rows * LANES < PAGE_WORDS
+            weight = tl.load(row_weights + shard_word // LANES + rows, mask=is_row, other=0)
             by_lane += value * weight[:, None]
         else:
             at = shard_word + word
@@ -217,5 +227,5 @@ def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913, PLR0917
     tl.atomic_add(sums + chunk, tl.sum(totals, axis=0), sem="relaxed")
 
 
-def _upload(weights: np.ndarray, device: torch.device) -> torch.Tensor:  # type: ignore[type-arg]
+def _upload(weights: seal.Weights, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(weights.view(np.int64).copy()).to(device)
