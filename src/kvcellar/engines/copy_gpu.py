@@ -37,7 +37,7 @@ class _Buffer:
         # Any: an event of the device's own module, which has no common type.
         self.free: Any = None
 
-    def await_free(self, stream: Any) -> None:
+    def await_free(self, stream: Any) -> None:  # noqa: ANN401 - the same
         """Let a stream wait until the buffer's last content was used."""
         if self.free is not None:
             stream.wait_event(self.free)
@@ -76,7 +76,7 @@ class GpuCopier:
         self._module = torch.get_device_module(self._device)
         self._groups = group_runs(runs, self._device)
         self._block_count = min(run.block_count for run in runs)
-        self._piece_bytes = max(piece_bytes, max(run.page_bytes for run in runs))
+        self._piece_bytes = max(piece_bytes, *(run.page_bytes for run in runs))
         self.block_bytes = sum(run.page_bytes for run in runs)
         self._store_side = _Side(self._device, piece_bytes=self._piece_bytes)
         self._load_side = _Side(self._device, piece_bytes=self._piece_bytes)
