@@ -1,8 +1,8 @@
 """The accelerator's copier, run by Triton's interpreter on host memory, against plain slices.
 
 Triton decides when it is imported whether it interprets, so `test_copy_gpu` runs this file in a
-process of its own. The kernel's source is what a GPU runs; what the interpreter cannot show, such as
-streams that overlap, is checked on a GPU by `make bench-gpu`.
+process of its own. The kernel's source is what a GPU runs. What the interpreter cannot show, such
+as streams that overlap, is checked on a GPU by `make bench-gpu`.
 """
 
 import numpy as np
