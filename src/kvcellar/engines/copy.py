@@ -12,30 +12,28 @@ import torch
 from kvcellar.engines.copy_cpu import CpuCopier
 from kvcellar.engines.pages import Copier, PageRun
 from kvcellar.errors import UnsupportedModelError
+from kvcellar.layout.shard import ShardLayout
 
 __all__ = ["instruction_set", "open_copier"]
 
 
-def open_copier(runs: Sequence[PageRun]) -> Copier:
+def open_copier(runs: Sequence[PageRun], *, layout: ShardLayout) -> Copier:
     """Return a copier for runs that lie on one device.
 
     Raises:
-        UnsupportedModelError: nothing here copies from that device.
+        UnsupportedModelError: nothing here copies from that device, or pages of that kind.
     """
     device = runs[0].device
     if device.startswith("cpu"):
         return CpuCopier(runs)
     try:
         # Imported here: Triton is neither needed nor always there where the pages are a CPU's.
-        from kvcellar.engines.copy_gpu import GpuCopier
+        from kvcellar.engines.copy_gpu import open_gpu_copier
     except ImportError as error:
         raise UnsupportedModelError(
             f"the KV cache lies on {device}, whose copies need Triton: {error}"
         ) from error
-    try:
-        return GpuCopier(runs)
-    except ValueError as error:
-        raise UnsupportedModelError(str(error)) from error
+    return open_gpu_copier(runs, layout=layout)
 
 
 def instruction_set(runs: Sequence[PageRun]) -> str:

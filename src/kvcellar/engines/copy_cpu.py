@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvcellar.engines.pages import NOT_WRITTEN, BlockIds, PageRun, SlotBytes, check_blocks
+from kvcellar.layout.shard import EXACT
 from kvcellar.memory import seal
 from kvcellar.memory.arena import ArenaView
 
@@ -62,20 +63,31 @@ class CpuCopier:
 
     batch_chunks = 1
     """A batch gains nothing where each copy is a loop of this thread."""
+    fidelities = frozenset({EXACT})
+    """A CPU's attention packs pages as it likes: there are no vectors to scale in them."""
 
     def __init__(self, runs: Sequence[PageRun]) -> None:
         self._pages = [_view(run) for run in runs]
         self._block_count = min(run.block_count for run in runs)
         self._lock = threading.Lock()
         self._are_words = all(pages.words is not None for pages in self._pages)
-        self.block_bytes = sum(run.page_bytes for run in runs)
+        self._block_bytes = sum(run.page_bytes for run in runs)
+
+    def shard_bytes(self, chunk_blocks: int, *, fidelity: str) -> int:
+        """See `Copier.shard_bytes`."""
+        return chunk_blocks * self._block_bytes
 
     def mark(self) -> object:
         """Return nothing to wait for: a CPU's forward pass is over when it returns."""
         return None
 
     def store(
-        self, chunks: Sequence[BlockIds], slots: Sequence[SlotBytes], *, after: object
+        self,
+        chunks: Sequence[BlockIds],
+        slots: Sequence[SlotBytes],
+        *,
+        fidelity: str,
+        after: object,
     ) -> list[int]:
         """See `Copier.store`."""
         return [self._store(*pair) for pair in zip(chunks, slots, strict=True)]
@@ -85,6 +97,7 @@ class CpuCopier:
         slots: Sequence[SlotBytes],
         chunks: Sequence[BlockIds],
         *,
+        fidelity: str,
         is_sealed: Callable[[int, int], bool],
         after: object,
     ) -> int:
@@ -155,7 +168,7 @@ class CpuCopier:
             pages.matrix[blocks[blocks != NOT_WRITTEN]] = 0
         return False
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, fidelity: str) -> None:
         """Compile the loops: a second or more, most of it with the GIL."""
         self._kernels()
 
@@ -165,7 +178,7 @@ class CpuCopier:
             slot,
             lowest=lowest,
             block_count=self._block_count,
-            block_bytes=self.block_bytes,
+            size_bytes=len(blocks) * self._block_bytes,
         )
 
     def _scatter(self, slot: SlotBytes, blocks: BlockIds) -> None:

@@ -9,22 +9,26 @@ are not those of the model. Opened by `engines.copy`.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvcellar.engines.kernels import Piece, SealTables, group_runs, move_piece
+from kvcellar.engines.forms import Form, Int8Form, Part, RawForm
+from kvcellar.engines.kernels import group_runs
 from kvcellar.engines.pages import NOT_WRITTEN, BlockIds, PageRun, SlotBytes, check_blocks
 from kvcellar.engines.registration import HostRegistration
+from kvcellar.layout.shard import EXACT, INT8, ShardLayout
 from kvcellar.memory import seal
 from kvcellar.memory.arena import ArenaView
 from kvcellar.units import MIB
 
-__all__ = ["GpuCopier"]
+__all__ = ["GpuCopier", "open_gpu_copier"]
 
-_PIECE_BYTES = 16 * MIB
+PIECE_BYTES = 16 * MIB
+"""Of a staging buffer. From 8 to 32 MiB the rate was the same; less costs launches."""
+
 _BUFFERS = 2
 _MASK = (1 << 64) - 1
 
@@ -46,14 +50,21 @@ class _Buffer:
 class _Side:
     """One direction's streams and staging; used by one thread."""
 
-    def __init__(self, device: torch.device, *, piece_bytes: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         module = torch.get_device_module(device)
+        self._device = device
         self.kernel_stream = module.Stream(device)
         self.copy_stream = module.Stream(device)
-        words = piece_bytes // seal.WORD_BYTES
-        self.buffers = [
-            _Buffer(torch.empty(words, dtype=torch.int32, device=device)) for _ in range(_BUFFERS)
-        ]
+        self.buffers: list[_Buffer] = []
+
+    def provide(self, size_bytes: int) -> None:
+        """Have buffers of at least this size; nothing is under way when it is called."""
+        words = -(-size_bytes // seal.WORD_BYTES)
+        if not self.buffers or self.buffers[0].words.numel() < words:
+            self.buffers = [
+                _Buffer(torch.empty(words, dtype=torch.int32, device=self._device))
+                for _ in range(_BUFFERS)
+            ]
 
 
 class GpuCopier:
@@ -62,30 +73,29 @@ class GpuCopier:
     batch_chunks = 64
     """Chunks that are copied behind one wait."""
 
-    def __init__(self, runs: Sequence[PageRun], *, piece_bytes: int = _PIECE_BYTES) -> None:
-        """Take staging memory: two buffers a direction.
+    def __init__(self, runs: Sequence[PageRun], forms: Mapping[str, Form]) -> None:
+        """Copy pages in the given forms.
 
         Args:
             runs: where the pages lie; all on one device.
-            piece_bytes: size of a buffer, at least the largest page.
-
-        Raises:
-            ValueError: pages are no whole words.
+            forms: by fidelity, made of the same runs.
         """
         self._device = torch.device(runs[0].device)
         self._module = torch.get_device_module(self._device)
-        self._groups = group_runs(runs, self._device)
+        self._forms = dict(forms)
+        self.fidelities = frozenset(forms)
         self._block_count = min(run.block_count for run in runs)
-        self._piece_bytes = max(piece_bytes, *(run.page_bytes for run in runs))
-        self.block_bytes = sum(run.page_bytes for run in runs)
-        self._store_side = _Side(self._device, piece_bytes=self._piece_bytes)
-        self._load_side = _Side(self._device, piece_bytes=self._piece_bytes)
-        self._tables: dict[int, SealTables] = {}
+        self._store_side = _Side(self._device)
+        self._load_side = _Side(self._device)
         self._registration = HostRegistration(self._device)
-        # The groups hold addresses; this keeps what lies there.
+        # The forms hold addresses; this keeps what lies there.
         self._storages = [run.storage for run in runs]
         self._warming = threading.Lock()
-        self._is_warm = False
+        self._warm: set[str] = set()
+
+    def shard_bytes(self, chunk_blocks: int, *, fidelity: str) -> int:
+        """See `Copier.shard_bytes`."""
+        return self._forms[fidelity].shard_bytes(chunk_blocks)
 
     def mark(self) -> object:
         """Return an event behind everything that the step's stream was given until now."""
@@ -102,21 +112,29 @@ class GpuCopier:
         self._registration.drop(arena)
 
     def store(
-        self, chunks: Sequence[BlockIds], slots: Sequence[SlotBytes], *, after: object
+        self,
+        chunks: Sequence[BlockIds],
+        slots: Sequence[SlotBytes],
+        *,
+        fidelity: str,
+        after: object,
     ) -> list[int]:
         """See `Copier.store`."""
-        self._check(chunks, slots, lowest=0)
-        side = self._store_side
+        form, side = self._forms[fidelity], self._store_side
+        self._check(form, chunks, slots, lowest=0)
+        side.provide(form.staging_bytes(len(chunks[0])))
         batch, sums = self._begin(side, chunks, after=after)
-        for turn, piece in enumerate(self._pieces(*batch.shape)):
+        for turn, piece in enumerate(form.pieces(*batch.shape)):
             buffer = side.buffers[turn % _BUFFERS]
             with self._module.stream(side.kernel_stream):
                 buffer.await_free(side.kernel_stream)
-                self._move(piece, buffer.words, batch, sums=sums, is_store=True)
+                form.move(piece, buffer.words, blocks=batch, sums=sums, is_store=True)
                 moved = side.kernel_stream.record_event()
             with self._module.stream(side.copy_stream):
                 side.copy_stream.wait_event(moved)
-                for target, staged in self._parts(piece, slots, buffer.words, width=batch.shape[1]):
+                for target, staged in _parts(
+                    form.parts(piece, batch.shape[1]), slots, buffer.words
+                ):
                     target.copy_(staged, non_blocking=True)
                 buffer.free = side.copy_stream.record_event()
         return self._finish(side, sums)
@@ -126,50 +144,63 @@ class GpuCopier:
         slots: Sequence[SlotBytes],
         chunks: Sequence[BlockIds],
         *,
+        fidelity: str,
         is_sealed: Callable[[int, int], bool],
         after: object,
     ) -> int:
         """See `Copier.load`; pages of a chunk that is not good are made zero."""
-        self._check(chunks, slots, lowest=NOT_WRITTEN)
-        side = self._load_side
+        form, side = self._forms[fidelity], self._load_side
+        self._check(form, chunks, slots, lowest=NOT_WRITTEN)
+        side.provide(form.staging_bytes(len(chunks[0])))
         batch, sums = self._begin(side, chunks, after=after)
-        for turn, piece in enumerate(self._pieces(*batch.shape)):
+        for turn, piece in enumerate(form.pieces(*batch.shape)):
             buffer = side.buffers[turn % _BUFFERS]
             with self._module.stream(side.copy_stream):
                 buffer.await_free(side.copy_stream)
-                for source, staged in self._parts(piece, slots, buffer.words, width=batch.shape[1]):
+                for source, staged in _parts(
+                    form.parts(piece, batch.shape[1]), slots, buffer.words
+                ):
                     staged.copy_(source, non_blocking=True)
                 arrived = side.copy_stream.record_event()
             with self._module.stream(side.kernel_stream):
                 side.kernel_stream.wait_event(arrived)
-                self._move(piece, buffer.words, batch, sums=sums, is_store=False)
+                form.move(piece, buffer.words, blocks=batch, sums=sums, is_store=False)
                 buffer.free = side.kernel_stream.record_event()
         values = self._finish(side, sums)
         good = next((i for i, value in enumerate(values) if not is_sealed(i, value)), len(values))
         if good < len(values):
-            self._wipe(batch[good:])
+            self._wipe(form, batch[good:].contiguous())
         return good
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, fidelity: str) -> None:
         """Compile the kernels, once: some seconds the first time on a machine."""
         with self._warming:
-            if self._is_warm:
-                return
-            blocks, slot = np.zeros(1, np.int64), np.zeros(self.block_bytes, np.uint8)
-            self.store([blocks], [slot], after=None)
-            self.load([slot], [blocks + NOT_WRITTEN], is_sealed=lambda *_: True, after=None)
-            self._is_warm = True
+            if fidelity not in self._warm:
+                # The chunk size does not matter: kernels are compiled for the page's.
+                blocks = np.zeros(1, np.int64)
+                slot = np.zeros(self.shard_bytes(1, fidelity=fidelity), np.uint8)
+                self.store([blocks], [slot], fidelity=fidelity, after=None)
+                self.load(
+                    [slot],
+                    [blocks + NOT_WRITTEN],
+                    fidelity=fidelity,
+                    is_sealed=lambda *_: True,
+                    after=None,
+                )
+                self._warm.add(fidelity)
 
     def _check(
-        self, chunks: Sequence[BlockIds], slots: Sequence[SlotBytes], *, lowest: int
+        self,
+        form: Form,
+        chunks: Sequence[BlockIds],
+        slots: Sequence[SlotBytes],
+        *,
+        lowest: int,
     ) -> None:
         for blocks, slot in zip(chunks, slots, strict=True):
+            size_bytes = form.shard_bytes(len(blocks))
             check_blocks(
-                blocks,
-                slot,
-                lowest=lowest,
-                block_count=self._block_count,
-                block_bytes=self.block_bytes,
+                blocks, slot, lowest=lowest, block_count=self._block_count, size_bytes=size_bytes
             )
 
     def _begin(
@@ -184,55 +215,6 @@ class GpuCopier:
                 side.kernel_stream.wait_event(after)
         return batch, sums
 
-    def _pieces(self, chunk_count: int, width: int) -> Iterator[Piece]:
-        """Cut a batch into pieces, in the order of the slots' bytes."""
-        # With one page size the pages of all chunks follow one another in staging.
-        spans = [chunk_count] if len(self._groups) == 1 else [1] * chunk_count
-        first_chunk = 0
-        for span in spans:
-            for group in self._groups:
-                chunk_pages = group.run_count * width
-                at_once = self._piece_bytes // (group.page_words * seal.WORD_BYTES)
-                first, stop = first_chunk * chunk_pages, (first_chunk + span) * chunk_pages
-                for page in range(first, stop, at_once):
-                    yield Piece(group, page, min(at_once, stop - page))
-            first_chunk += span
-
-    def _parts(
-        self, piece: Piece, slots: Sequence[SlotBytes], staging: torch.Tensor, *, width: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the bytes of each slot that a piece has, and where they are in staging."""
-        group = piece.group
-        page_words, chunk_pages = group.page_words, group.run_count * width
-        page, stop = piece.first_page, piece.first_page + piece.page_count
-        while page < stop:
-            chunk, place = divmod(page, chunk_pages)
-            count = min(stop - page, chunk_pages - place)
-            in_slot = group.words_before * width + place * page_words
-            in_staging = (page - piece.first_page) * page_words
-            slot = torch.from_numpy(slots[chunk]).view(torch.int32)
-            yield (
-                slot[in_slot : in_slot + count * page_words],
-                staging[in_staging : in_staging + count * page_words],
-            )
-            page += count
-
-    def _move(
-        self,
-        piece: Piece,
-        staging: torch.Tensor,
-        batch: torch.Tensor,
-        *,
-        sums: torch.Tensor,
-        is_store: bool,
-    ) -> None:
-        width = batch.shape[1]
-        tables = self._tables.get(width)
-        if tables is None:
-            words = width * self.block_bytes // seal.WORD_BYTES
-            tables = self._tables[width] = SealTables.make(self._device, shard_words=words)
-        move_piece(piece, staging, blocks=batch, sums=sums, tables=tables, is_store=is_store)
-
     def _finish(self, side: _Side, sums: torch.Tensor) -> list[int]:
         """Wait for everything that the batch launched and return the sums."""
         with self._module.stream(side.kernel_stream):
@@ -240,12 +222,51 @@ class GpuCopier:
             # This copy is the one wait; the thread has no GIL in it.
             return [int(value) & _MASK for value in sums.cpu().tolist()]
 
-    def _wipe(self, batch: torch.Tensor) -> None:
+    def _wipe(self, form: Form, batch: torch.Tensor) -> None:
         """Make the pages of chunks zero: damaged bytes can be NaNs, which pass through masks."""
         side = self._load_side
         unused = torch.zeros(batch.shape[0], dtype=torch.int64, device=self._device)
         with self._module.stream(side.kernel_stream):
-            for piece in self._pieces(*batch.shape):
+            for piece in form.pieces(*batch.shape):
                 words = side.buffers[0].words.zero_()
-                self._move(piece, words, batch.contiguous(), sums=unused, is_store=False)
+                form.move(piece, words, blocks=batch, sums=unused, is_store=False)
         self._finish(side, unused)
+
+
+def open_gpu_copier(
+    runs: Sequence[PageRun], *, layout: ShardLayout, piece_bytes: int = PIECE_BYTES
+) -> GpuCopier:
+    """Return a copier in every form that the layout allows.
+
+    Args:
+        runs: where the pages lie.
+        layout: what their bytes mean.
+        piece_bytes: of a staging buffer; there are two a direction.
+
+    Raises:
+        UnsupportedModelError: pages are no whole words.
+    """
+    device = torch.device(runs[0].device)
+    groups = group_runs(runs, device)
+    forms: dict[str, Form] = {EXACT: RawForm(groups, device=device, wished_bytes=piece_bytes)}
+    if layout.vectors is not None and len(groups) == 1:
+        forms[INT8] = Int8Form(
+            groups[0],
+            vectors=layout.vectors,
+            block_tokens=layout.block_tokens,
+            device=device,
+            wished_bytes=piece_bytes,
+        )
+    return GpuCopier(runs, forms)
+
+
+def _parts(
+    parts: Iterable[Part], slots: Sequence[SlotBytes], staging: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the bytes of slots that a piece has, and where they are in staging."""
+    for part in parts:
+        slot = torch.from_numpy(slots[part.chunk]).view(torch.int32)
+        yield (
+            slot[part.slot_word : part.slot_word + part.words],
+            staging[part.staged_word : part.staged_word + part.words],
+        )

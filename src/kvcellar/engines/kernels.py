@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kvcellar.engines.pages import PageRun
+from kvcellar.errors import UnsupportedModelError
 from kvcellar.memory import seal
 
 __all__ = ["Piece", "RunGroup", "SealTables", "group_runs", "move_piece"]
@@ -87,14 +88,16 @@ def group_runs(runs: Sequence[PageRun], device: torch.device) -> list[RunGroup]:
     """Return the runs as groups of equal page size, in order.
 
     Raises:
-        ValueError: a run's pages or addresses are no whole words.
+        UnsupportedModelError: a run's pages or addresses are no whole words.
     """
     groups: list[RunGroup] = []
     start = words_before = 0
     for index, run in enumerate(runs):
         address = run.storage.data_ptr() + run.offset_bytes
         if any(number % seal.WORD_BYTES for number in (address, run.stride_bytes, run.page_bytes)):
-            raise ValueError(f"pages of {run.names[0]} are no whole words of {seal.WORD_BYTES}")
+            raise UnsupportedModelError(
+                f"layer {run.names[0]}: its pages are no whole words of {seal.WORD_BYTES} bytes"
+            )
         is_last = index + 1 == len(runs)
         if is_last or runs[index + 1].page_bytes != run.page_bytes:
             members = runs[start : index + 1]

@@ -76,12 +76,16 @@ class Copier(Protocol):
     id that no run has is an `IndexError`, with nothing copied.
 
     Attributes:
-        block_bytes: bytes of one block over all runs.
         batch_chunks: the most chunks that are worth giving to one call.
+        fidelities: the forms in which it can keep chunks, by the server's word for them.
     """
 
-    block_bytes: int
     batch_chunks: int
+    fidelities: frozenset[str]
+
+    def shard_bytes(self, chunk_blocks: int, *, fidelity: str) -> int:
+        """Return the bytes of a slot that holds a chunk of so many blocks."""
+        ...
 
     def mark(self) -> object:
         """Return what the copies of this step must wait for.
@@ -91,9 +95,14 @@ class Copier(Protocol):
         ...
 
     def store(
-        self, chunks: Sequence[BlockIds], slots: Sequence[SlotBytes], *, after: object
+        self,
+        chunks: Sequence[BlockIds],
+        slots: Sequence[SlotBytes],
+        *,
+        fidelity: str,
+        after: object,
     ) -> list[int]:
-        """Fill each slot with the pages of a chunk's blocks, run after run.
+        """Fill each slot with the pages of a chunk's blocks: as they are, or in another form.
 
         Blocks the calling thread until the bytes are in the slots; holds no GIL while copying.
 
@@ -107,6 +116,7 @@ class Copier(Protocol):
         slots: Sequence[SlotBytes],
         chunks: Sequence[BlockIds],
         *,
+        fidelity: str,
         is_sealed: Callable[[int, int], bool],
         after: object,
     ) -> int:
@@ -117,6 +127,7 @@ class Copier(Protocol):
         Args:
             slots: see `SlotBytes`; all of each is summed.
             chunks: their blocks; `NOT_WRITTEN` for those that are not to be touched.
+            fidelity: in which they were stored.
             is_sealed: whether the chunk of an index may have this unfinished seal.
             after: see `mark`.
 
@@ -134,27 +145,27 @@ class Copier(Protocol):
         """Take back what `adopt` did: the arena is about to be unmapped; blocks."""
         ...
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, fidelity: str) -> None:
         """Compile what the first copy would wait for, once; blocks for seconds the first time."""
         ...
 
 
 def check_blocks(
-    blocks: BlockIds, slot: SlotBytes, *, lowest: int, block_count: int, block_bytes: int
+    blocks: BlockIds, slot: SlotBytes, *, lowest: int, block_count: int, size_bytes: int
 ) -> None:
     """Check what a copy was asked for, before it touches anything.
 
     Args:
         blocks: the chunk's.
-        slot: must have exactly their bytes.
+        slot: theirs.
         lowest: 0, or `NOT_WRITTEN` for a load.
         block_count: blocks of the runs.
-        block_bytes: of one block over all runs.
+        size_bytes: that the slot must have.
 
     Raises:
         IndexError: a block id that the runs do not have.
     """
-    assert slot.size == len(blocks) * block_bytes, (slot.size, len(blocks), block_bytes)
+    assert slot.size == size_bytes, (slot.size, len(blocks), size_bytes)
     if len(blocks) and not lowest <= blocks.min() <= blocks.max() < block_count:
         raise IndexError(f"block ids {blocks.min()} to {blocks.max()} of {block_count} blocks")
 

@@ -10,7 +10,37 @@ by the connector's worker half at registration, carried to the server in the hel
 import msgspec
 from blake3 import blake3
 
-__all__ = ["PageRegion", "ShardLayout"]
+__all__ = ["EXACT", "EXACT_TOKENS", "INT8", "PageRegion", "ShardLayout", "Vectors"]
+
+EXACT = "exact"
+"""Fidelity: what was stored comes back bit for bit."""
+INT8 = "int8"
+"""Fidelity: chunks may come back as eight-bit integers with a scale for each token and head."""
+
+EXACT_TOKENS = 4
+"""Leading tokens of each chunk that int8 keeps exact: those of a sequence are the ones on which
+attention leans most, and knowing which chunk is the first would buy 3 % of the bytes."""
+_SCALE_BYTES = 2
+
+
+class Vectors(msgspec.Struct, frozen=True, array_like=True):
+    """How a page divides into the vectors of one token and head, for codecs with a scale for each.
+
+    Attributes:
+        dtype: "bfloat16" or "float16".
+        elements: of a vector; they lie together.
+        inner: vectors from one token to the next in memory.
+        count: vectors of a page.
+    """
+
+    dtype: str
+    elements: int
+    inner: int
+    count: int
+
+    def exact_count(self, block_tokens: int) -> int:
+        """Return the vectors of a chunk's first page that belong to its exact tokens."""
+        return self.count * min(EXACT_TOKENS, block_tokens) // block_tokens
 
 
 class PageRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -34,21 +64,41 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
         regions: in the order in which the shard's bytes lie.
         format: everything else that the bytes depend on, as text: dtype, page shape and strides,
             attention backend, vLLM's layout generation, instruction set on a CPU.
+        vectors: of every page, where all are alike and known; None where only the raw form works.
     """
 
     rank: int
     block_tokens: int
     regions: tuple[PageRegion, ...]
     format: str
+    vectors: Vectors | None = None
 
     def block_bytes(self) -> int:
         """Return the bytes of one block over all regions."""
         return sum(region.page_bytes for region in self.regions)
 
-    def shard_bytes(self, chunk_tokens: int) -> int:
-        """Return the bytes of a chunk's shard; `chunk_tokens` is a multiple of `block_tokens`."""
+    def can_keep(self, fidelity: str) -> bool:
+        """Return whether shards of this layout can be kept in the form that `fidelity` names."""
+        return fidelity == EXACT or (fidelity == INT8 and self.vectors is not None)
+
+    def shard_bytes(self, chunk_tokens: int, *, fidelity: str = EXACT) -> int:
+        """Return the bytes of a chunk's shard.
+
+        In int8 that is one byte an element, a scale of two bytes a vector, and the exact tokens'
+        own bytes.
+
+        Args:
+            chunk_tokens: a multiple of `block_tokens`.
+            fidelity: one that `can_keep` allows.
+        """
         assert chunk_tokens % self.block_tokens == 0, (chunk_tokens, self.block_tokens)
-        return self.block_bytes() * (chunk_tokens // self.block_tokens)
+        assert self.can_keep(fidelity), fidelity
+        vectors = self.vectors
+        if fidelity == EXACT or vectors is None:
+            return self.block_bytes() * (chunk_tokens // self.block_tokens)
+        pages = len(self.regions) * (chunk_tokens // self.block_tokens)
+        exact = len(self.regions) * vectors.exact_count(self.block_tokens) * vectors.elements * 2
+        return pages * vectors.count * (vectors.elements + _SCALE_BYTES) + exact
 
     def fingerprint(self) -> bytes:
         """Return 32 bytes that are the same exactly for equal layouts, everywhere and always."""

@@ -165,15 +165,24 @@ class Binder:
                 f"rank {odd[0].rank} has blocks of {odd[0].block_tokens} tokens, "
                 f"the scheduler blocks of {block_tokens}"
             )
+        fidelity = session.welcome.fidelity
+        if not all(layout.can_keep(fidelity) for layout in layouts):
+            raise MismatchError(
+                f"the server keeps chunks as {fidelity} (--l1-codec), which needs pages that "
+                "divide into vectors of one token and head, of bfloat16 or float16, on an "
+                "accelerator; this engine's do not: start the server with --l1-codec raw"
+            )
         chunk_tokens = -(-session.welcome.chunk_tokens // block_tokens) * block_tokens
         namespace = namespace_id(
             self._engine,
             layouts=[layout.fingerprint() for layout in layouts],
             chunk_tokens=chunk_tokens,
-            fidelity=session.welcome.fidelity,
+            fidelity=fidelity,
             epoch=self._epoch,
         )
-        shard_bytes = tuple(layout.shard_bytes(chunk_tokens) for layout in layouts)
+        shard_bytes = tuple(
+            layout.shard_bytes(chunk_tokens, fidelity=fidelity) for layout in layouts
+        )
         attempt.bound = Bound(
             session, namespace, chunk_tokens, chunk_tokens // block_tokens, len(layouts)
         )

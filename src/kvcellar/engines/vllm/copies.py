@@ -73,9 +73,9 @@ class ShardCopies:
         """
         width = job.blocks_per_chunk
         blocks = np.asarray(job.block_ids, dtype=np.int64).reshape(job.chunk_count, width)
-        shard_bytes = width * self._copier.block_bytes
+        shard_bytes = self._copier.shard_bytes(width, fidelity=job.fidelity)
         seals = bytearray()
-        self._copier.warm_up()
+        self._copier.warm_up(fidelity=job.fidelity)
         started_s = self._clock.monotonic_s()
         for batch in self._batches(job.chunk_count):
             with use_arena() as arena:
@@ -86,7 +86,10 @@ class ShardCopies:
                     for index in batch
                 ]
                 partials = self._copier.store(
-                    [blocks[index] for index in batch], slots, after=after
+                    [blocks[index] for index in batch],
+                    slots,
+                    fidelity=job.fidelity,
+                    after=after,
                 )
                 del slots
             for index, partial in zip(batch, partials, strict=True):
@@ -109,8 +112,8 @@ class ShardCopies:
         width = job.blocks_per_chunk
         ids = [NOT_WRITTEN] * job.skip_blocks + job.block_ids
         blocks = np.asarray(ids, dtype=np.int64).reshape(job.chunk_count, width)
-        shard_bytes = width * self._copier.block_bytes
-        self._copier.warm_up()
+        shard_bytes = self._copier.shard_bytes(width, fidelity=job.fidelity)
+        self._copier.warm_up(fidelity=job.fidelity)
         started_s = self._clock.monotonic_s()
         damage = None
         count = 0
@@ -123,6 +126,7 @@ class ShardCopies:
                 good = self._copier.load(
                     slots,
                     [blocks[index] for index in batch],
+                    fidelity=job.fidelity,
                     is_sealed=self._checker(refs, shard_bytes),
                     after=after,
                 )

@@ -8,6 +8,7 @@ whatever happens to it. Made by `worker`, which feeds it from the step's thread.
 
 import atexit
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from kvcellar.engines.vllm.metadata import JobResult, LoadJob, StoreJob
 from kvcellar.engines.vllm.outcomes import Outcomes
 from kvcellar.engines.vllm.settlements import Settlements
 from kvcellar.errors import KVCellarError
+from kvcellar.layout.shard import EXACT
 from kvcellar.memory.arena import ArenaView
 from kvcellar.protocol.messages import Damaged, Loaded, Request
 from kvcellar.telemetry.logs import EventLog
@@ -93,16 +95,19 @@ class Copying:
         self._quiet_lane: Lane[Callable[[], None]] = Lane(
             "kvcellar-quiet", lambda job: job(), depth_max=1, tick=self._toucher.touch
         )
-        self._quiet_lane.offer(copier.warm_up)
+        self._quiet_lane.offer(functools.partial(copier.warm_up, fidelity=EXACT))
 
     def meet(self, session: Session) -> None:
         """Take over the arena of a new session; called on the keeper's thread."""
         if session.arena is not None:
             self._shelf.install(session.boot_id, session.arena)
+        fidelity = session.welcome.fidelity
+        if fidelity != EXACT and fidelity in self._copier.fidelities:
+            self._quiet_lane.offer(functools.partial(self._copier.warm_up, fidelity=fidelity))
 
     def load(self, job: LoadJob) -> None:
         """Queue a load, or end it at once where it cannot be done."""
-        hold = self._shelf.take(job.boot_id)
+        hold = self._take(job)
         if hold is not None:
             if self._load_lane.offer(_Load(job, hold, self._copier.mark())):
                 return
@@ -111,7 +116,7 @@ class Copying:
 
     def store(self, job: StoreJob) -> None:
         """Queue a store behind what the step has launched, or drop it where it cannot be done."""
-        hold = self._shelf.take(job.boot_id)
+        hold = self._take(job)
         if hold is not None:
             if self._store_lane.offer(_Store(job, hold, self._copier.mark())):
                 return
@@ -136,6 +141,11 @@ class Copying:
             return
         self._link.close()
         self._shelf.close()
+
+    def _take(self, job: LoadJob | StoreJob) -> Hold | None:
+        if job.fidelity not in self._copier.fidelities:
+            return None
+        return self._shelf.take(job.boot_id)
 
     def _run_load(self, queued: _Load) -> None:
         copied = NOTHING

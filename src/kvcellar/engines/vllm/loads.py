@@ -72,6 +72,7 @@ class Loads:
             shard_count=bound.shard_count,
             block_ids=block_ids[start // block_tokens : stop // block_tokens],
             skip_blocks=start // block_tokens - first * bound.blocks_per_chunk,
+            fidelity=bound.session.welcome.fidelity,
         )
         assert len(job.refs) == len(job.keys) // KEY_BYTES * bound.shard_count * REF_BYTES
         self._planned.append(job)

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvcellar.keys.digest import KEY_BYTES
+from kvcellar.layout.shard import EXACT
 
 __all__ = ["ConnectorMetadata", "JobResult", "LoadJob", "StoreJob", "WorkerReport"]
 
@@ -36,6 +37,7 @@ class LoadJob:
             `skip_blocks` blocks of the first chunk.
         skip_blocks: leading blocks of the first chunk that the engine holds already and that
             others may be reading: they must not be written.
+        fidelity: the form in which the chunks were stored.
     """
 
     job_id: int
@@ -46,6 +48,7 @@ class LoadJob:
     shard_count: int
     block_ids: list[int]
     skip_blocks: int
+    fidelity: str = EXACT
 
     @property
     def chunk_count(self) -> int:
@@ -74,6 +77,7 @@ class StoreJob:
         offsets: `OFFSET_BYTES` for each shard of each reserved chunk, chunk after chunk.
         shard_count: shards a chunk (ranks of the instance).
         block_ids: blocks of the reserved chunks, the same number for each, in token order.
+        fidelity: the form in which to store them.
     """
 
     job_id: int
@@ -84,6 +88,7 @@ class StoreJob:
     offsets: bytes
     shard_count: int
     block_ids: list[int]
+    fidelity: str = EXACT
 
     @property
     def chunk_count(self) -> int:

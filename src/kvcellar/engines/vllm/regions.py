@@ -19,13 +19,14 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheTensor
 from kvcellar.engines.pages import PageRun, Storage, merge_adjacent
 from kvcellar.engines.vllm.versions import group_flags, optional
 from kvcellar.errors import UnsupportedModelError
-from kvcellar.layout.shard import PageRegion, ShardLayout
+from kvcellar.layout.shard import PageRegion, ShardLayout, Vectors
 
 __all__ = ["LayerTensor", "find_runs", "shard_layout"]
 
 
 # Any: vLLM's configuration objects, see `versions`.
 
+_VECTOR_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 _FORMAT_MAX = 2048
 
 
@@ -128,6 +129,7 @@ def shard_layout(
         format=text
         if len(text) <= _FORMAT_MAX
         else "\n".join([*lines[:5], f"pages {_digest(lines[5:])}"]),
+        vectors=_only_vectors(group, kv_caches, runs),
     )
 
 
@@ -217,6 +219,38 @@ def _describe_page(
         f"{layer.get_attn_backend().get_name()} {tensor.dtype} {ratio}x{tuple(tensor.shape[1:])}"
         f"/{tuple(tensor.stride()[1:])} of {spec!r}"
     )
+
+
+def _only_vectors(
+    group: Any, kv_caches: Mapping[str, LayerTensor], runs: Sequence[PageRun]
+) -> Vectors | None:
+    """Return how all pages divide into vectors; None where that is not known or not one answer."""
+    if any(len(run.names) != 1 or run.device.startswith("cpu") for run in runs):
+        return None
+    found = {
+        _vectors(spec, kv_caches[name], page_bytes=int(spec.page_size_bytes))
+        for name, spec in _layer_specs(group).items()
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _vectors(spec: Any, tensor: LayerTensor, *, page_bytes: int) -> Vectors | None:
+    dtype = _VECTOR_DTYPES.get(str(tensor.dtype))
+    elements, tokens = optional(spec, "head_size"), int(spec.block_size)
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    # Releases agree in this: blocks first, tokens third, the vectors' elements last.
+    is_known = (
+        dtype is not None
+        and isinstance(elements, int)
+        and len(shape) in {4, 5}
+        and shape[2] == tokens
+        and strides[-1] == 1
+        and shape[-1] in {elements, 2 * elements}
+        and math.prod(shape[1:]) * tensor.element_size() == page_bytes
+    )
+    if dtype is None or not is_known or strides[2] % elements:
+        return None
+    return Vectors(dtype, elements, strides[2] // elements, math.prod(shape[1:]) // elements)
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -222,6 +222,7 @@ class Stores:
             offsets=reply.offsets,
             shard_count=offer.bound.shard_count,
             block_ids=taken.block_ids,
+            fidelity=offer.bound.session.welcome.fidelity,
         )
         self._running[job.job_id] = _Store(
             offer, reply.reservation, taken.block_ids, len(taken.keys)

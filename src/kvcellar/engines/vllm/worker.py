@@ -72,7 +72,6 @@ class WorkerHalf:
         """
         self.close()
         runs = find_runs(self._kv_cache_config, kv_caches)
-        copier = open_copier(runs)
         layout = shard_layout(
             self._vllm_config,
             self._kv_cache_config,
@@ -83,7 +82,7 @@ class WorkerHalf:
         link = self._make_link(layout)
         self._copying = Copying(
             link,
-            copier,
+            open_copier(runs, layout=layout),
             shard=layout.rank,
             delay_s=self._options.copy_delay_s,
             clock=self._clock,

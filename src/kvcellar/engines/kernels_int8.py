@@ -1,0 +1,243 @@
+"""Triton kernels of the int8 form: half the bytes of bf16 or fp16 pages cross the link.
+
+A vector (one token, one head, K or V) becomes one byte an element and a scale: the largest
+magnitude over 127, rounded up to bfloat16, so that no element is cut off. A shard is: all bytes,
+page after page; all scales; then the leading tokens of the chunk in their own dtype, because
+attention leans on the first ones. The seal is that of the encoded bytes and is summed over staging
+by a kernel of its own, from the cache that the encoder has just filled. Driven by `forms`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcellar.engines.kernels import LANES, ROWS_AT_ONCE, SLICE_ROWS, RunGroup, SealTables
+from kvcellar.layout.shard import EXACT_TOKENS, Vectors
+from kvcellar.memory import seal
+
+__all__ = ["Int8Shape", "move_chunks", "sum_shards"]
+
+_VECTORS_AT_ONCE = 32
+_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Int8Shape:
+    """Where things lie in an encoded shard of one run group.
+
+    Attributes:
+        vectors: how a page divides.
+        block_tokens: tokens a block.
+        chunk_blocks: blocks a chunk.
+        run_count: runs of the group.
+    """
+
+    vectors: Vectors
+    block_tokens: int
+    chunk_blocks: int
+    run_count: int
+
+    @property
+    def page_count(self) -> int:
+        """Return the pages of a shard."""
+        return self.run_count * self.chunk_blocks
+
+    @property
+    def scales_at(self) -> int:
+        """Return the byte at which the scales begin."""
+        return self.page_count * self.vectors.count * self.vectors.elements
+
+    @property
+    def exact_at(self) -> int:
+        """Return the byte at which the exact tokens begin."""
+        return self.scales_at + self.page_count * self.vectors.count * 2
+
+    @property
+    def exact_vectors(self) -> int:
+        """Return the exact vectors of a page."""
+        return self.vectors.exact_count(self.block_tokens)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Return the bytes of an encoded shard."""
+        return self.exact_at + self.run_count * self.exact_vectors * self.vectors.elements * 2
+
+
+def move_chunks(
+    group: RunGroup,
+    staging: torch.Tensor,
+    *,
+    blocks: torch.Tensor,
+    shape: Int8Shape,
+    is_store: bool,
+) -> None:
+    """Launch the encoding (or decoding) of whole chunks on the current stream; does not wait.
+
+    Args:
+        group: the one group of all runs.
+        staging: uint8, contiguous; shard after shard.
+        blocks: int64, shape [chunks, blocks a chunk], on the device; negative: not to be written.
+        shape: see `Int8Shape`.
+        is_store: pages to staging, else staging to pages.
+    """
+    vectors = shape.vectors
+    slices = -(-vectors.count // _VECTORS_AT_ONCE)
+    _code[(blocks.shape[0] * shape.page_count * slices,)](
+        group.bases,
+        group.strides,
+        blocks,
+        staging,
+        shape.shard_bytes,
+        shape.scales_at,
+        shape.exact_at,
+        shape.exact_vectors,
+        shape.chunk_blocks,
+        shape.page_count,
+        vectors.inner,
+        shape.block_tokens,
+        COUNT=vectors.count,
+        ELEMENTS=vectors.elements,
+        WIDTH=triton.next_power_of_2(vectors.elements),
+        AT_ONCE=_VECTORS_AT_ONCE,
+        EXACT=min(EXACT_TOKENS, shape.block_tokens),
+        IS_BF16=vectors.dtype == "bfloat16",
+        IS_STORE=is_store,
+        num_warps=_WARPS,
+    )
+
+
+def sum_shards(
+    staging: torch.Tensor, *, shard_bytes: int, sums: torch.Tensor, tables: SealTables
+) -> None:
+    """Launch the seals' sums over shards that lie one after the other in staging.
+
+    Args:
+        staging: int32, contiguous.
+        shard_bytes: of one shard, whole words.
+        sums: int64, one a shard, to which each shard's sum is added.
+        tables: the seal's weights.
+    """
+    words = shard_bytes // seal.WORD_BYTES
+    slices = -(-words // (SLICE_ROWS * LANES))
+    _sum[(sums.numel() * slices,)](
+        staging,
+        sums,
+        tables.lanes,
+        tables.rows,
+        words,
+        slices,
+        SLICE_ROWS=SLICE_ROWS,
+        ROWS=ROWS_AT_ONCE,
+        LANES=LANES,
+        num_warps=8,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _code(  # type: ignore[no-untyped-def]
+    bases,
+    strides,
+    blocks,
+    staging,
+    shard_bytes,
+    scales_at,
+    exact_at,
+    exact_vectors,
+    chunk_blocks,
+    chunk_pages,
+    inner,
+    block_tokens,
+    COUNT: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EXACT: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    IS_STORE: tl.constexpr,
+):
+    slices = (COUNT + AT_ONCE - 1) // AT_ONCE
+    index = tl.program_id(0)
+    page_index = index // slices
+    chunk = page_index // chunk_pages
+    place = page_index % chunk_pages
+    run = place // chunk_blocks
+    position = place % chunk_blocks
+    block = tl.load(blocks + chunk * chunk_blocks + position)
+    address = tl.load(bases + run) + tl.maximum(block, 0) * tl.load(strides + run)
+    if IS_BF16:
+        page = address.to(tl.pointer_type(tl.bfloat16))
+    else:
+        page = address.to(tl.pointer_type(tl.float16))
+    shard = staging + chunk.to(tl.int64) * shard_bytes
+    vector = (index % slices) * AT_ONCE + tl.arange(0, AT_ONCE)
+    element = tl.arange(0, WIDTH)
+    is_vector = vector < COUNT
+    is_inside = is_vector[:, None] & (element < ELEMENTS)[None, :]
+    token = (vector // inner) % block_tokens
+    nth = (vector // (inner * block_tokens)) * (inner * EXACT) + token * inner + vector % inner
+    exact_limit = tl.where(position == 0, EXACT, 0)
+    is_exact = is_inside & (token < exact_limit)[:, None]
+    in_page = vector[:, None] * ELEMENTS + element[None, :]
+    codes_at = shard + place.to(tl.int64) * (COUNT * ELEMENTS) + in_page
+    scales = (shard + scales_at + place.to(tl.int64) * (COUNT * 2)).to(tl.pointer_type(tl.int16))
+    exact = shard + exact_at + run.to(tl.int64) * exact_vectors * (ELEMENTS * 2)
+    exact = exact.to(tl.pointer_type(tl.int16)) + nth[:, None] * ELEMENTS + element[None, :]
+    if IS_STORE:
+        own = tl.load(page + in_page, mask=is_inside, other=0.0)
+        value = own.to(tl.float32)
+        largest = tl.max(tl.abs(value), axis=1) * (1.0 / 127.0)
+        # Rounded up, so that the largest element's code is 127 at most.
+        bits = (largest.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+        has_scale = scale > 0
+        inverse = tl.where(has_scale, 1.0 / tl.where(has_scale, scale, 1.0), 0.0)
+        code = tl.floor(value * inverse[:, None] + 0.5)
+        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+        tl.store(codes_at, code.to(tl.int8).to(tl.uint8, bitcast=True), mask=is_inside)
+        tl.store(scales + vector, bits.to(tl.int16), mask=is_vector)
+        tl.store(exact, own.to(tl.int16, bitcast=True), mask=is_exact)
+    else:
+        code = tl.load(codes_at, mask=is_inside, other=0).to(tl.int8, bitcast=True)
+        bits = tl.load(scales + vector, mask=is_vector, other=0).to(tl.int32) & 0xFFFF
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+        value = code.to(tl.float32) * scale[:, None]
+        kept = tl.load(exact, mask=is_exact, other=0)
+        if IS_BF16:
+            value = tl.where(is_exact, kept.to(tl.bfloat16, bitcast=True), value.to(tl.bfloat16))
+        else:
+            value = tl.where(is_exact, kept.to(tl.float16, bitcast=True), value.to(tl.float16))
+        tl.store(
+            page + in_page,
+            value,
+            mask=is_inside & (in_page < tl.where(block >= 0, COUNT * ELEMENTS, 0)),
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(  # type: ignore[no-untyped-def]
+    staging,
+    sums,
+    lane_weights,
+    row_weights,
+    words,
+    slices,
+    SLICE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    index = tl.program_id(0)
+    shard = index // slices
+    lane = tl.arange(0, LANES)
+    row = tl.arange(0, ROWS)
+    base = staging + shard.to(tl.int64) * words
+    by_lane = tl.zeros([ROWS, LANES], dtype=tl.int64)
+    for step in range(0, SLICE_ROWS, ROWS):
+        rows = (index % slices) * SLICE_ROWS + step + row
+        word = rows[:, None] * LANES + lane[None, :]
+        value = tl.load(base + word, mask=word < words, other=0).to(tl.int64) & 0xFFFFFFFF
+        weight = tl.load(row_weights + rows, mask=rows * LANES < words, other=0)
+        by_lane += value * weight[:, None]
+    totals = tl.sum(by_lane, axis=0) * tl.load(lane_weights + lane)
+    tl.atomic_add(sums + shard, tl.sum(totals, axis=0), sem="relaxed")
