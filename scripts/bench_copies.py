@@ -21,6 +21,7 @@ import torch
 
 from kvcellar.engines.copy import open_copier
 from kvcellar.engines.pages import PageRun
+from kvcellar.layout.shard import EXACT
 from kvcellar.memory import seal
 from kvcellar.memory.arena import Arena, ArenaView
 from kvcellar.units import align_up
@@ -140,7 +141,7 @@ class Pool:
         """Store every chunk as the worker half does."""
         for index in range(self.count):
             _, slot = self.parts(index)
-            total = self.copier.store(self.blocks[index], slot, after=None)
+            (total,) = self.copier.store([self.blocks[index]], [slot], fidelity=EXACT, after=None)
             self.seals[index] = seal.finish(total, KEY, 0, self.size)
 
     def load(self) -> None:
@@ -148,15 +149,16 @@ class Pool:
         for index in range(self.count):
             _, slot = self.parts(index)
             wanted = self.seals[index]
-            is_good = self.copier.load(
-                slot,
-                self.blocks[index],
-                is_sealed=lambda total, wanted=wanted: (
+            good = self.copier.load(
+                [slot],
+                [self.blocks[index]],
+                fidelity=EXACT,
+                is_sealed=lambda _, total, wanted=wanted: (
                     seal.finish(total, KEY, 0, self.size) == wanted
                 ),
                 after=None,
             )
-            assert is_good, index
+            assert good == 1, index
 
 
 WAYS = {

@@ -18,11 +18,6 @@ from kvcellar.layout.shard import EXACT, EXACT_TOKENS, INT8, PageRegion, ShardLa
 from kvcellar.memory import seal
 
 
-def open_raw(runs, *, piece_bytes=1 << 20):
-    layout = ShardLayout(0, 16, tuple(PageRegion(r.names[0], r.page_bytes) for r in runs), "test")
-    return open_gpu_copier(runs, layout=layout, piece_bytes=piece_bytes)
-
-
 class Engine:
     """Runs of random pages, and what should be in a slot."""
 
@@ -68,7 +63,7 @@ def test_any_strided_run_of_pages_goes_there_and_back(page_sizes, count, width, 
     engine = Engine(page_sizes, block_count=10, gap=gap, seed=seed)
     chunks = engine.chunks(count, width)
     wanted = [engine.slot_of(blocks) for blocks in chunks]
-    copier = open_raw(engine.runs, piece_bytes=pieces * max(page_sizes))
+    copier = open_gpu_copier(engine.runs, piece_bytes=pieces * max(page_sizes))
     slots = [np.zeros(width * engine.block_bytes, np.uint8) for _ in chunks]
 
     sums = copier.store(chunks, slots, fidelity=EXACT, after=copier.mark())
@@ -102,7 +97,7 @@ def test_any_strided_run_of_pages_goes_there_and_back(page_sizes, count, width, 
 def test_pages_of_a_damaged_chunk_and_of_those_behind_it_are_zero(damaged):
     engine = Engine([4096, 4096], block_count=8, gap=0, seed=1)
     chunks = engine.chunks(3, 2)
-    copier = open_raw(engine.runs, piece_bytes=8192)
+    copier = open_gpu_copier(engine.runs, piece_bytes=8192)
     slots = [np.zeros(2 * engine.block_bytes, np.uint8) for _ in chunks]
     sums = copier.store(chunks, slots, fidelity=EXACT, after=None)
     wanted = [engine.slot_of(blocks) for blocks in chunks]
@@ -120,7 +115,7 @@ def test_pages_of_a_damaged_chunk_and_of_those_behind_it_are_zero(damaged):
 
 def test_a_block_that_does_not_exist_is_an_error_before_anything_is_copied():
     engine = Engine([4096], block_count=4, gap=0, seed=1)
-    copier = open_raw(engine.runs)
+    copier = open_gpu_copier(engine.runs)
     slot = np.zeros(4096, np.uint8)
     with pytest.raises(IndexError, match="block ids 4 to 4 of 4 blocks"):
         copier.store([np.array([4], np.int64)], [slot], fidelity=EXACT, after=None)
@@ -130,7 +125,7 @@ def test_a_block_that_does_not_exist_is_an_error_before_anything_is_copied():
 def test_pages_that_are_no_whole_words_are_refused():
     engine = Engine([4098], block_count=4, gap=2, seed=1)
     with pytest.raises(UnsupportedModelError, match=r"layer\.0: its pages are no whole words"):
-        open_raw(engine.runs)
+        open_gpu_copier(engine.runs)
 
 
 class Heads:
@@ -208,7 +203,9 @@ def test_int8_is_what_numpy_computes_and_comes_back_near(  # noqa: PLR0917 - dra
     engine = Heads(order, dtype=dtype, layers=layers, seed=seed, **sizes)
     order_of_blocks = np.random.default_rng(seed).permutation(10)[: count * width]
     chunks = list(order_of_blocks.reshape(count, width).astype(np.int64))
-    copier = open_gpu_copier(engine.runs, layout=engine.layout, piece_bytes=1)
+    copier = open_gpu_copier(
+        engine.runs, vectors=engine.vectors, block_tokens=tokens, piece_bytes=1
+    )
     size = copier.shard_bytes(width, fidelity=INT8)
     assert size == engine.layout.shard_bytes(width * tokens, fidelity=INT8)
     slots = [np.zeros(size, np.uint8) for _ in chunks]
@@ -239,7 +236,7 @@ def test_a_load_of_int8_leaves_blocks_alone_that_it_must_not_write():
     engine = Heads(
         "kth", dtype=torch.bfloat16, blocks=4, tokens=4, heads=1, elements=32, layers=1, seed=0
     )
-    copier = open_gpu_copier(engine.runs, layout=engine.layout)
+    copier = open_gpu_copier(engine.runs, vectors=engine.vectors, block_tokens=4)
     chunk = np.array([1, 2], np.int64)
     slot = np.zeros(copier.shard_bytes(2, fidelity=INT8), np.uint8)
     copier.store([chunk], [slot], fidelity=INT8, after=None)

@@ -11,6 +11,7 @@ from kvcellar.engines.copy import open_copier
 from kvcellar.engines.copy_cpu import CpuCopier
 from kvcellar.engines.pages import NOT_WRITTEN, PageRun
 from kvcellar.errors import UnsupportedModelError
+from kvcellar.layout.shard import EXACT
 from kvcellar.memory import seal
 
 pytestmark = pytest.mark.engine
@@ -109,7 +110,7 @@ def test_a_store_gathers_the_pages_in_order_and_sums_them(engine, memory, data):
     blocks = blocks[: data.draw(st.integers(1, memory.block_count))]
     expected, before = memory.shard(blocks), memory.bytes()
     slot = slot_of(bytes(len(expected)))
-    partial = CpuCopier(memory.runs).store(ids(blocks), slot, after=None)
+    (partial,) = CpuCopier(memory.runs).store([ids(blocks)], [slot], fidelity=EXACT, after=None)
     assert bytes(slot) == expected
     assert memory.bytes() == before
     assert seal.finish(partial, KEY, 3, len(expected)) == seal.seal(expected, KEY, 3)
@@ -125,10 +126,14 @@ def test_a_load_fills_the_wanted_blocks_and_touches_nothing_else(engine, memory,
     shard = np.random.default_rng(7).integers(0, 256, length, dtype=np.uint8).tobytes()
     expected = memory.filled(blocks, shard)
     slot, sums = slot_of(shard), []
-    is_good = CpuCopier(memory.runs).load(
-        slot, ids(blocks), is_sealed=lambda value: not sums.append(value), after=None
+    good = CpuCopier(memory.runs).load(
+        [slot],
+        [ids(blocks)],
+        fidelity=EXACT,
+        is_sealed=lambda _, value: not sums.append(value),
+        after=None,
     )
-    assert is_good
+    assert good == 1
     assert memory.bytes() == expected
     assert bytes(slot) == shard
     assert [seal.finish(value, KEY, 0, length) for value in sums] == [seal.seal(shard, KEY, 0)]
@@ -144,8 +149,10 @@ def test_a_load_whose_seal_is_wrong_leaves_no_byte_of_the_slot(engine, memory, d
     slot = slot_of(b"\xff" * length)  # NaNs in every floating-point format.
     before = memory.bytes()
     blank = memory.filled(blocks, bytes(length))
-    is_good = CpuCopier(memory.runs).load(slot, ids(blocks), is_sealed=lambda _: False, after=None)
-    assert not is_good
+    good = CpuCopier(memory.runs).load(
+        [slot], [ids(blocks)], fidelity=EXACT, is_sealed=lambda *_: False, after=None
+    )
+    assert good == 0
     assert memory.bytes() in {before, blank}
 
 
@@ -155,18 +162,37 @@ def test_a_block_that_does_not_exist_is_an_error_and_touches_nothing(engine, blo
     before, slot = memory.bytes(), slot_of(bytes(96 * 2))
     copier = CpuCopier(memory.runs)
     with pytest.raises(IndexError, match="of 4 blocks"):
-        copier.store(ids(blocks), slot, after=None)
+        copier.store([ids(blocks)], [slot], fidelity=EXACT, after=None)
     with pytest.raises(IndexError, match="of 4 blocks"):
-        copier.load(slot, ids(blocks), is_sealed=lambda _: True, after=None)
+        copier.load([slot], [ids(blocks)], fidelity=EXACT, is_sealed=lambda *_: True, after=None)
     assert memory.bytes() == before
     assert not slot.any()
+
+
+def test_a_batch_ends_at_the_first_chunk_that_is_not_good(engine):
+    memory = Memory([64, 32], [0, 0], block_count=6, packed=False)
+    copier, chunks = CpuCopier(memory.runs), [ids([0, 1]), ids([2, 3]), ids([4, 5])]
+    slots = [slot_of(bytes(96 * 2)) for _ in chunks]
+    sums = copier.store(chunks, slots, fidelity=EXACT, after=None)
+    assert [bytes(slot) for slot in slots] == [memory.shard(blocks) for blocks in chunks]
+    slots[1][7] ^= 1
+    expected = memory.filled([4, 5], bytes(slots[2]))
+    good = copier.load(
+        slots, chunks, fidelity=EXACT, is_sealed=lambda at, value: sums[at] == value, after=None
+    )
+    assert good == 1
+    assert memory.shard([0, 1]) == bytes(slots[0])
+    assert memory.shard([2, 3]) != bytes(slots[1])
+    assert (
+        memory.bytes()[memory.span(memory.runs[0], 4)] == expected[memory.span(memory.runs[0], 4)]
+    )
 
 
 def test_a_store_never_takes_a_block_that_stands_for_none(engine):
     memory = Memory([64], [0], block_count=4, packed=False)
     slot = slot_of(bytes(64))
     with pytest.raises(IndexError):
-        CpuCopier(memory.runs).store(ids([NOT_WRITTEN]), slot, after=None)
+        CpuCopier(memory.runs).store([ids([NOT_WRITTEN])], [slot], fidelity=EXACT, after=None)
 
 
 def test_pages_of_a_device_that_nothing_copies_from_are_refused_by_name(engine):

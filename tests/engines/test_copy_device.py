@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from kvcellar.engines.copy import open_copier
-from kvcellar.engines.copy_device import DeviceCopier
+from kvcellar.engines.copy_gpu import GpuCopier
 from kvcellar.engines.pages import NOT_WRITTEN, PageRun
+from kvcellar.layout.shard import EXACT
 from kvcellar.memory import seal
 
 pytestmark = [
@@ -55,10 +56,10 @@ def slot_of(data):
 def test_a_store_gathers_the_pages_in_order_and_sums_them(pages):
     storage, runs = pages
     blocks, copier = np.array([7, 0, 4]), open_copier(runs)
-    assert isinstance(copier, DeviceCopier)
+    assert isinstance(copier, GpuCopier)
     expected = shard(storage, runs, blocks)
     slot = slot_of(bytes(len(expected)))
-    partial = copier.store(blocks, slot, after=copier.mark())
+    (partial,) = copier.store([blocks], [slot], fidelity=EXACT, after=copier.mark())
     assert bytes(slot) == expected
     assert seal.finish(partial, KEY, 0, len(expected)) == seal.seal(expected, KEY, 0)
 
@@ -76,7 +77,7 @@ def test_a_store_waits_for_what_the_step_had_launched(pages):
         heavy = heavy @ heavy * 1e-4
     storage.fill_(7)  # Launched behind a second of work, not yet done.
     assert not torch.cuda.current_stream().query(), "the test shows nothing on such a device"
-    copier.store(blocks, slot, after=copier.mark())
+    copier.store([blocks], [slot], fidelity=EXACT, after=copier.mark())
     assert bytes(slot) == b"\x07" * slot.size
 
 
@@ -91,31 +92,41 @@ def test_a_load_fills_the_wanted_blocks_and_touches_nothing_else(pages):
                 expected[spans(run, block)] = data[position : position + run.page_bytes]
             position += run.page_bytes
     wanted = seal.seal(data, KEY, 0)
-    is_good = copier.load(
-        slot_of(data),
-        blocks,
-        is_sealed=lambda value: seal.finish(value, KEY, 0, len(data)) == wanted,
+    good = copier.load(
+        [slot_of(data)],
+        [blocks],
+        fidelity=EXACT,
+        is_sealed=lambda _, value: seal.finish(value, KEY, 0, len(data)) == wanted,
         after=copier.mark(),
     )
-    assert is_good
+    assert good == 1
     # The load is complete when it returns, on every stream.
     with torch.cuda.stream(torch.cuda.Stream()):
         assert storage.cpu().numpy().tobytes() == bytes(expected)
 
 
-def test_a_load_whose_seal_is_wrong_touches_nothing(pages):
+def test_a_load_whose_seal_is_wrong_leaves_zeros(pages):
     storage, runs = pages
     copier, before = open_copier(runs), storage.clone()
     slot = slot_of(b"\xff" * 2 * sum(PAGES))
-    assert not copier.load(slot, np.array([3, 4]), is_sealed=lambda _: False, after=copier.mark())
-    assert torch.equal(storage, before)
+    good = copier.load(
+        [slot],
+        [np.array([3, 4])],
+        fidelity=EXACT,
+        is_sealed=lambda *_: False,
+        after=copier.mark(),
+    )
+    assert good == 0
+    assert not any(shard(storage, runs, [3, 4]))
+    others = [block for block in range(BLOCKS) if block not in {3, 4}]
+    assert shard(storage, runs, others) == shard(before, runs, others)
 
 
 def test_a_block_that_does_not_exist_is_an_error(pages):
     _, runs = pages
     copier, slot = open_copier(runs), slot_of(bytes(sum(PAGES)))
     with pytest.raises(IndexError):
-        copier.store(np.array([BLOCKS]), slot, after=copier.mark())
+        copier.store([np.array([BLOCKS])], [slot], fidelity=EXACT, after=copier.mark())
 
 
 def test_copies_made_in_another_thread_under_inference_mode_are_right(pages):
@@ -127,8 +138,14 @@ def test_copies_made_in_another_thread_under_inference_mode_are_right(pages):
 
     def work():
         try:
-            copier.store(np.array([1, 2]), slot, after=mark)
-            assert copier.load(slot, np.array([5, 6]), is_sealed=lambda _: True, after=mark)
+            copier.store([np.array([1, 2])], [slot], fidelity=EXACT, after=mark)
+            copier.load(
+                [slot],
+                [np.array([5, 6])],
+                fidelity=EXACT,
+                is_sealed=lambda *_: True,
+                after=mark,
+            )
         except Exception as error:  # noqa: BLE001 -- handed to the test's thread.
             failures.append(error)
 

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcellar.clock import FakeClock
+from kvcellar.engines.copy_cpu import CpuCopier
+from kvcellar.engines.pages import PageRun
 from kvcellar.engines.shelf import RETIRED_S, ArenaShelf
 from kvcellar.engines.touch import Toucher
 from kvcellar.memory.arena import Arena, ArenaView
@@ -111,6 +114,11 @@ def test_closing_unmaps_everything_that_no_copy_uses(clock):
     assert old.is_closed
 
 
+def copier():
+    storage = torch.zeros(64, dtype=torch.uint8).untyped_storage()
+    return CpuCopier([PageRun(("l0",), storage, "cpu", 0, 64, 64, 1)])
+
+
 def resident_bytes():
     size_bytes, is_arena = 0, False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
@@ -122,15 +130,15 @@ def resident_bytes():
 
 
 def test_touching_maps_what_is_ready_and_nothing_else(shelf, clock):
-    before, ready = resident_bytes(), MIB
-    toucher = Toucher(shelf, lambda: ready, clock=clock)
+    before, ready = resident_bytes(), (1, MIB)
+    toucher = Toucher(shelf, copier(), ready=lambda: ready, clock=clock)
     toucher.touch()
     shelf.install(b"a", view())
     assert resident_bytes() == before
     toucher.touch()
     # The kernel maps a few neighbours with each page.
     assert MIB <= resident_bytes() - before < 2 * MIB
-    ready = SIZE
+    ready = (SIZE // MIB, MIB)
     toucher.touch()
     assert resident_bytes() - before == SIZE
     shelf.install(b"b", view())
@@ -142,7 +150,7 @@ def test_touching_maps_what_is_ready_and_nothing_else(shelf, clock):
 def test_touching_does_not_keep_an_arena_that_is_retired(shelf, clock):
     old = view()
     shelf.install(b"a", old)
-    toucher = Toucher(shelf, lambda: SIZE, clock=clock)
+    toucher = Toucher(shelf, copier(), ready=lambda: (SIZE // MIB, MIB), clock=clock)
     toucher.touch()
     shelf.install(b"b", view())
     shelf.sweep()

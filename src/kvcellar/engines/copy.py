@@ -12,13 +12,20 @@ import torch
 from kvcellar.engines.copy_cpu import CpuCopier
 from kvcellar.engines.pages import Copier, PageRun
 from kvcellar.errors import UnsupportedModelError
-from kvcellar.layout.shard import ShardLayout
+from kvcellar.layout.shard import Vectors
 
 __all__ = ["instruction_set", "open_copier"]
 
 
-def open_copier(runs: Sequence[PageRun], *, layout: ShardLayout) -> Copier:
+def open_copier(
+    runs: Sequence[PageRun], *, vectors: Vectors | None = None, block_tokens: int = 1
+) -> Copier:
     """Return a copier for runs that lie on one device.
+
+    Args:
+        runs: where the pages lie.
+        vectors: how each page divides, where that is known.
+        block_tokens: tokens a block.
 
     Raises:
         UnsupportedModelError: nothing here copies from that device, or pages of that kind.
@@ -33,7 +40,9 @@ def open_copier(runs: Sequence[PageRun], *, layout: ShardLayout) -> Copier:
         raise UnsupportedModelError(
             f"the KV cache lies on {device}, whose copies need Triton: {error}"
         ) from error
-    return open_gpu_copier(runs, layout=layout)
+    if not torch.get_device_module(device.partition(":")[0]).is_available():
+        raise UnsupportedModelError(f"the KV cache lies on {device}, which this torch cannot use")
+    return open_gpu_copier(runs, vectors=vectors, block_tokens=block_tokens)
 
 
 def instruction_set(runs: Sequence[PageRun]) -> str:

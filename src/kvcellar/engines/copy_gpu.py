@@ -19,7 +19,7 @@ from kvcellar.engines.forms import Form, Int8Form, Part, RawForm
 from kvcellar.engines.kernels import group_runs
 from kvcellar.engines.pages import NOT_WRITTEN, BlockIds, PageRun, SlotBytes, check_blocks
 from kvcellar.engines.registration import HostRegistration
-from kvcellar.layout.shard import EXACT, INT8, ShardLayout
+from kvcellar.layout.shard import EXACT, INT8, Vectors
 from kvcellar.memory import seal
 from kvcellar.memory.arena import ArenaView
 from kvcellar.units import MIB
@@ -234,13 +234,18 @@ class GpuCopier:
 
 
 def open_gpu_copier(
-    runs: Sequence[PageRun], *, layout: ShardLayout, piece_bytes: int = PIECE_BYTES
+    runs: Sequence[PageRun],
+    *,
+    vectors: Vectors | None = None,
+    block_tokens: int = 1,
+    piece_bytes: int = PIECE_BYTES,
 ) -> GpuCopier:
-    """Return a copier in every form that the layout allows.
+    """Return a copier in every form that the pages allow.
 
     Args:
         runs: where the pages lie.
-        layout: what their bytes mean.
+        vectors: how each page divides; None where only the raw form works.
+        block_tokens: tokens a block.
         piece_bytes: of a staging buffer; there are two a direction.
 
     Raises:
@@ -249,11 +254,11 @@ def open_gpu_copier(
     device = torch.device(runs[0].device)
     groups = group_runs(runs, device)
     forms: dict[str, Form] = {EXACT: RawForm(groups, device=device, wished_bytes=piece_bytes)}
-    if layout.vectors is not None and len(groups) == 1:
+    if vectors is not None and len(groups) == 1:
         forms[INT8] = Int8Form(
             groups[0],
-            vectors=layout.vectors,
-            block_tokens=layout.block_tokens,
+            vectors=vectors,
+            block_tokens=block_tokens,
             device=device,
             wished_bytes=piece_bytes,
         )

@@ -136,6 +136,8 @@ class Copying:
         is_over = True
         for lane in (self._load_lane, self._store_lane):
             is_over &= lane.join(max(0.0, end_s - self._clock.monotonic_s()))
+        # What it reads of the arena keeps the arena mapped, but nobody waits for it.
+        self._quiet_lane.join(max(0.0, end_s - self._clock.monotonic_s()))
         if not is_over:
             atexit.unregister(self._link.close)
             return

@@ -82,7 +82,7 @@ class WorkerHalf:
         link = self._make_link(layout)
         self._copying = Copying(
             link,
-            open_copier(runs, layout=layout),
+            open_copier(runs, vectors=layout.vectors, block_tokens=layout.block_tokens),
             shard=layout.rank,
             delay_s=self._options.copy_delay_s,
             clock=self._clock,
