@@ -48,7 +48,7 @@ def test_every_flag_is_heard(tmp_path):
         *("--l1-size-gb", "0.5", "--eviction-policy", "noop", "--host", "tcp://0.0.0.0"),
         *("--port", "6555", "--http-host", "::1", "--http-port", "8090", "--chunk-size", "128"),
         *("--instance-id", "prefiller", "--socket-dir", str(tmp_path), "--log-level", "debug"),
-        *("--client-uid", "1000", "--client-uid", "1001"),
+        *("--client-uid", "1000", "--client-uid", "1001", "--l1-codec", "int8"),
     )
     assert msgspec.structs.asdict(config) == {
         "l1_bytes": 1 << 29,
@@ -58,6 +58,7 @@ def test_every_flag_is_heard(tmp_path):
         "http_host": "::1",
         "http_port": 8090,
         "chunk_tokens": 128,
+        "l1_codec": "int8",
         "instance_id": "prefiller",
         "socket_dir": str(tmp_path),
         "client_uids": (1000, 1001),
@@ -86,6 +87,7 @@ def test_every_flag_is_heard(tmp_path):
         ((*NEEDED, "--host", "a b"), ["--host a b", "host name"]),
         ((*NEEDED, "--host", "1.2.3.4:5"), ["--host 1.2.3.4:5", "without a port"]),
         ((*NEEDED, "--http-host", ""), ["--http-host"]),
+        ((*NEEDED, "--l1-codec", "int9"), ["--l1-codec int9", "raw or int8"]),
         ((*NEEDED, "--chunk-size", "0"), ["--chunk-size 0", "from 1"]),
         ((*NEEDED, "--chunk-size", "2.5"), ["--chunk-size 2.5"]),
         ((*NEEDED, "--instance-id", "a\nb"), ["--instance-id", "printable"]),

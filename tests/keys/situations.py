@@ -62,7 +62,8 @@ class Situation:
         # An image that ends in a later chunk has its later part there: what counts here is where
         # it begins, which one it is, and that it is this long.
         items = sorted(item for item in self.items if item.start < stop)
-        return rest, self.tokens[:stop], items
+        # 1, 1.0 and True are equal in Python and three different settings in a configuration.
+        return repr(rest), self.tokens[:stop], items
 
 
 def layout(rank=0, *, page_bytes=64, names=("layer.0", "layer.1"), form="bf16", block_tokens=2):

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvcellar.config.flags import ForeignFlag, read_flags, suggestion
-from kvcellar.config.server import EVICTION_POLICIES, LOG_LEVELS, ServerConfig, settings
+from kvcellar.config.server import EVICTION_POLICIES, L1_CODECS, LOG_LEVELS, ServerConfig, settings
 from kvcellar.errors import ConfigError
 from kvcellar.units import bytes_from_gb
 
@@ -115,6 +115,12 @@ def _policy(flag: str, text: str) -> str:
     raise ConfigError(f"{flag} {text}: no such policy; {hint}")
 
 
+def _codec(flag: str, text: str) -> str:
+    if text not in L1_CODECS:
+        raise ConfigError(f"{flag} {text}: choose {' or '.join(L1_CODECS)}")
+    return text
+
+
 def _port(flag: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) <= 65_535):
         raise ConfigError(f"{flag} {text}: write a port from 1 to 65535, or 0 for any free one")
@@ -174,6 +180,7 @@ def _log_level(flag: str, text: str) -> str:
 _CHECKS: dict[str, Callable[[str, str], object]] = {
     "l1_bytes": _size,
     "eviction_policy": _policy,
+    "l1_codec": _codec,
     "host": _host,
     "port": _port,
     "http_host": _host,

@@ -10,9 +10,10 @@ from typing import Annotated, get_type_hints
 import msgspec
 from msgspec import Meta
 
-__all__ = ["EVICTION_POLICIES", "LOG_LEVELS", "ServerConfig", "Setting", "settings"]
+__all__ = ["EVICTION_POLICIES", "L1_CODECS", "LOG_LEVELS", "ServerConfig", "Setting", "settings"]
 
 EVICTION_POLICIES = ("LRU", "noop")
+L1_CODECS = ("raw", "int8")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -93,6 +94,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             change="Smaller finds more of short prompts and costs more bookkeeping.",
         ),
     ] = 256
+    l1_codec: Annotated[
+        str,
+        _meta(
+            "--l1-codec",
+            "{raw,int8}",
+            "How chunks are kept: raw gives back every bit; int8 keeps a byte an element and a "
+            "scale for each token and head, so that half the memory and half of the link's time "
+            "suffice, with an error of the size of bf16's own rounding. int8 needs engines on an "
+            "accelerator with a bf16 or fp16 cache; others compute. The two never share chunks.",
+            change="int8 when the link or the memory is what hits wait for; see "
+            "docs/performance.md for what it does to answers.",
+        ),
+    ] = "raw"
     instance_id: Annotated[
         str,
         _meta(

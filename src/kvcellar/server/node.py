@@ -15,7 +15,7 @@ from kvcellar import __version__
 from kvcellar.clock import Clock
 from kvcellar.config.server import ServerConfig
 from kvcellar.errors import MalformedError, MismatchError
-from kvcellar.layout.shard import ShardLayout
+from kvcellar.layout.shard import EXACT, INT8, ShardLayout
 from kvcellar.protocol.limits import LAYOUT_REGIONS_MAX, TEXT_MAX, WORLD_SIZE_MAX
 from kvcellar.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from kvcellar.server.instances import Client, Connection, Roster
@@ -23,10 +23,9 @@ from kvcellar.server.meters import Meters
 from kvcellar.store.machine import Store
 from kvcellar.telemetry.logs import EventLog
 
-__all__ = ["FIDELITY", "ArenaShape", "Deaths", "Node", "check_version"]
+__all__ = ["ArenaShape", "Deaths", "Node", "check_version"]
 
-FIDELITY = "exact"
-"""L1 gives back the bytes that were stored."""
+_FIDELITIES = {"raw": EXACT, "int8": INT8}
 
 CLIENT_ID_BYTES = 16
 
@@ -142,6 +141,11 @@ class Node:
         _log_arrival(hello, is_new=is_new)
         return client, self.welcome(hello.id)
 
+    @property
+    def fidelity(self) -> str:
+        """The lossiest form in which L1 may give chunks back."""
+        return _FIDELITIES[self.config.l1_codec]
+
     def welcome(self, request_id: int) -> Welcome:
         """Return the server's side of a handshake."""
         return Welcome(
@@ -150,7 +154,7 @@ class Node:
             boot_id=self.boot_id,
             node=self.config.instance_id,
             chunk_tokens=self.config.chunk_tokens,
-            fidelity=FIDELITY,
+            fidelity=self.fidelity,
             arena_bytes=self.arena.size_bytes,
             step_bytes=self.arena.step_bytes,
         )
