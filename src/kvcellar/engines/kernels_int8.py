@@ -135,84 +135,71 @@ def sum_shards(
     )
 
 
+# fmt: off
 @triton.jit  # type: ignore[untyped-decorator]
 def _code(  # type: ignore[no-untyped-def]
-    bases,
-    strides,
-    blocks,
-    staging,
-    shard_bytes,
-    scales_at,
-    exact_at,
-    exact_vectors,
-    chunk_blocks,
-    chunk_pages,
-    inner,
-    block_tokens,
-    COUNT: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    EXACT: tl.constexpr,
-    IS_BF16: tl.constexpr,
-    IS_STORE: tl.constexpr,
+    bases, strides, blocks, staging, shard_bytes, scales_at, exact_at, exact_vectors,
+    chunk_blocks, chunk_pages, inner, block_tokens,
+    COUNT: tl.constexpr, ELEMENTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    EXACT: tl.constexpr, IS_BF16: tl.constexpr, IS_STORE: tl.constexpr,
 ):
+    # fmt: on
     slices = (COUNT + AT_ONCE - 1) // AT_ONCE
-    index = tl.program_id(0)
-    page_index = index // slices
-    chunk = page_index // chunk_pages
+    page_index = tl.program_id(0) // slices
     place = page_index % chunk_pages
     run = place // chunk_blocks
     position = place % chunk_blocks
+    chunk = page_index // chunk_pages
     block = tl.load(blocks + chunk * chunk_blocks + position)
     address = tl.load(bases + run) + tl.maximum(block, 0) * tl.load(strides + run)
-    if IS_BF16:
-        page = address.to(tl.pointer_type(tl.bfloat16))
-    else:
-        page = address.to(tl.pointer_type(tl.float16))
+    page = address.to(tl.pointer_type(tl.bfloat16 if IS_BF16 else tl.float16))
     shard = staging + chunk.to(tl.int64) * shard_bytes
-    vector = (index % slices) * AT_ONCE + tl.arange(0, AT_ONCE)
+    vector = (tl.program_id(0) % slices) * AT_ONCE + tl.arange(0, AT_ONCE)
     element = tl.arange(0, WIDTH)
-    is_vector = vector < COUNT
-    is_inside = is_vector[:, None] & (element < ELEMENTS)[None, :]
+    is_inside = (vector < COUNT)[:, None] & (element < ELEMENTS)[None, :]
     token = (vector // inner) % block_tokens
     nth = (vector // (inner * block_tokens)) * (inner * EXACT) + token * inner + vector % inner
-    exact_limit = tl.where(position == 0, EXACT, 0)
-    is_exact = is_inside & (token < exact_limit)[:, None]
+    is_exact = is_inside & (token < tl.where(position == 0, EXACT, 0))[:, None]
     in_page = vector[:, None] * ELEMENTS + element[None, :]
-    codes_at = shard + place.to(tl.int64) * (COUNT * ELEMENTS) + in_page
+    codes = shard + place.to(tl.int64) * (COUNT * ELEMENTS) + in_page
     scales = (shard + scales_at + place.to(tl.int64) * (COUNT * 2)).to(tl.pointer_type(tl.int16))
-    exact = shard + exact_at + run.to(tl.int64) * exact_vectors * (ELEMENTS * 2)
-    exact = exact.to(tl.pointer_type(tl.int16)) + nth[:, None] * ELEMENTS + element[None, :]
+    kept = shard + exact_at + run.to(tl.int64) * exact_vectors * (ELEMENTS * 2)
+    kept = kept.to(tl.pointer_type(tl.int16)) + nth[:, None] * ELEMENTS + element[None, :]
     if IS_STORE:
         own = tl.load(page + in_page, mask=is_inside, other=0.0)
-        value = own.to(tl.float32)
-        largest = tl.max(tl.abs(value), axis=1) * (1.0 / 127.0)
-        # Rounded up, so that the largest element's code is 127 at most.
-        bits = (largest.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-        scale = (bits << 16).to(tl.float32, bitcast=True)
-        has_scale = scale > 0
-        inverse = tl.where(has_scale, 1.0 / tl.where(has_scale, scale, 1.0), 0.0)
-        code = tl.floor(value * inverse[:, None] + 0.5)
-        code = tl.minimum(tl.maximum(code, -127.0), 127.0)
-        tl.store(codes_at, code.to(tl.int8).to(tl.uint8, bitcast=True), mask=is_inside)
-        tl.store(scales + vector, bits.to(tl.int16), mask=is_vector)
-        tl.store(exact, own.to(tl.int16, bitcast=True), mask=is_exact)
+        code, bits = _encode(own.to(tl.float32))
+        tl.store(codes, code, mask=is_inside)
+        tl.store(scales + vector, bits.to(tl.int16), mask=vector < COUNT)
+        tl.store(kept, own.to(tl.int16, bitcast=True), mask=is_exact)
     else:
-        code = tl.load(codes_at, mask=is_inside, other=0).to(tl.int8, bitcast=True)
-        bits = tl.load(scales + vector, mask=is_vector, other=0).to(tl.int32) & 0xFFFF
-        scale = (bits << 16).to(tl.float32, bitcast=True)
-        value = code.to(tl.float32) * scale[:, None]
-        kept = tl.load(exact, mask=is_exact, other=0)
-        if IS_BF16:
-            value = tl.where(is_exact, kept.to(tl.bfloat16, bitcast=True), value.to(tl.bfloat16))
-        else:
-            value = tl.where(is_exact, kept.to(tl.float16, bitcast=True), value.to(tl.float16))
-        tl.store(
-            page + in_page,
-            value,
-            mask=is_inside & (in_page < tl.where(block >= 0, COUNT * ELEMENTS, 0)),
-        )
+        bits = tl.load(scales + vector, mask=vector < COUNT, other=0).to(tl.int32) & 0xFFFF
+        value = _decode(tl.load(codes, mask=is_inside, other=0), bits)
+        dtype = tl.bfloat16 if IS_BF16 else tl.float16
+        exact = tl.load(kept, mask=is_exact, other=0).to(dtype, bitcast=True)
+        value = tl.where(is_exact, exact, value.to(dtype))
+        written = tl.where(block >= 0, COUNT * ELEMENTS, 0)
+        tl.store(page + in_page, value, mask=is_inside & (in_page < written))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _encode(value):
+    """Return each vector's codes as bytes, and the bits of its scale as a bfloat16."""
+    largest = tl.max(tl.abs(value), axis=1) * (1.0 / 127.0)
+    # Rounded up, so that the largest element's code is 127 at most.
+    bits = (largest.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    scale = (bits << 16).to(tl.float32, bitcast=True)
+    has_scale = scale > 0
+    inverse = tl.where(has_scale, 1.0 / tl.where(has_scale, scale, 1.0), 0.0)
+    code = tl.floor(value * inverse[:, None] + 0.5)
+    code = tl.minimum(tl.maximum(code, -127.0), 127.0)
+    return code.to(tl.int8).to(tl.uint8, bitcast=True), bits
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode(code, bits):
+    """Return the values of vectors from their codes' bytes and their scales' bits."""
+    scale = (bits << 16).to(tl.float32, bitcast=True)
+    return code.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
