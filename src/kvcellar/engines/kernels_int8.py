@@ -181,8 +181,8 @@ def _code(  # type: ignore[no-untyped-def]
         tl.store(page + in_page, value, mask=is_inside & (in_page < written))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _encode(value):
+@triton.jit
+def _encode(value):  # type: ignore[no-untyped-def]
     """Return each vector's codes as bytes, and the bits of its scale as a bfloat16."""
     largest = tl.max(tl.abs(value), axis=1) * (1.0 / 127.0)
     # Rounded up, so that the largest element's code is 127 at most.
@@ -195,8 +195,8 @@ def _encode(value):
     return code.to(tl.int8).to(tl.uint8, bitcast=True), bits
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode(code, bits):
+@triton.jit
+def _decode(code, bits):  # type: ignore[no-untyped-def]
     """Return the values of vectors from their codes' bytes and their scales' bits."""
     scale = (bits << 16).to(tl.float32, bitcast=True)
     return code.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
