@@ -20,10 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -107,8 +109,14 @@ class Stage:
 class Troupe:
     """All programs of the demo; stops them, whatever happened, in the reverse order."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: str) -> None:
+        """Begin with nobody on stage.
+
+        Args:
+            scratch: a folder for temporary files: vLLM leaves sockets there when it is stopped.
+        """
         self._programs: list[Program] = []
+        self._scratch = scratch
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str]) -> Program:
         """Start a program in a session of its own; the kernel ends it should the demo be killed."""
@@ -124,6 +132,7 @@ class Troupe:
                 env={
                     **os.environ,
                     "PATH": f"{PROGRAMS}{os.pathsep}{os.environ.get('PATH', '')}",
+                    "TMPDIR": self._scratch,
                     **environment,
                 },
                 start_new_session=True,
@@ -379,9 +388,7 @@ def perform(troupe: Troupe, shelves: int) -> tuple[list[Stage], list[str]]:
         reset_engine(ports[0])
         fetch(http_port, "/cache/clear", body={})
 
-    def forget_own() -> None:
-        reset_engine(ports[0])
-
+    forget_own = partial(reset_engine, ports[0])
     stages = [run_stage("cold: nothing cached anywhere", ports[0], text, before_each=forget_all)]
     wait_until_stored(http_port)
     stages.append(run_stage("vLLM's own cache holds the text", ports[0], text))
@@ -395,11 +402,9 @@ def perform(troupe: Troupe, shelves: int) -> tuple[list[Stage], list[str]]:
         wait_for(engine, ports[1], "/health")
         ask(ports[1], "Warm up.", 1)
 
-    def forget_own_2() -> None:
-        reset_engine(ports[1])
-
+    forget_own = partial(reset_engine, ports[1])
     stages.append(
-        run_stage("another instance, kvcellar holds it", ports[1], text, before_each=forget_own_2)
+        run_stage("another instance, kvcellar holds it", ports[1], text, before_each=forget_own)
     )
     notes.append(_hits_of(ports[1], "second instance"))
     names = ("kvcellar_lookup_hit_chunks_total", "kvcellar_loaded_bytes_total")
@@ -466,10 +471,15 @@ def main() -> int:
         say("demo: run `make setup` first")
         return 1
     LOGS.mkdir(parents=True, exist_ok=True)
-    troupe = Troupe()
+    with tempfile.TemporaryDirectory(prefix="kvcellar-demo-") as scratch:
+        return run(Troupe(scratch), arguments.shelves)
+
+
+def run(troupe: Troupe, shelves: int) -> int:
+    """Perform, show, and stop everything; returns the exit code."""
     started = time.monotonic()
     try:
-        stages, notes = perform(troupe, arguments.shelves)
+        stages, notes = perform(troupe, shelves)
         show(stages, notes)
         check_answers(stages)
     except (DemoError, OSError, http.client.HTTPException) as error:

@@ -117,13 +117,16 @@ class Engine(Program):
             command += ["--kv-transfer-config", json.dumps(transfer)]
         super().__init__(name, [*command, *options], folder=folder)
         self.ports = (self.port,)
+        # vLLM leaves sockets in the folder for temporary files when its processes are killed.
+        self._scratch = folder / f"{name}.tmp"
         self.http = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_S, limits=NO_REUSE
         )
 
     def start(self, environment: dict[str, str] | None = None) -> None:
         """Start it; `wait_until_ready` tells when it serves."""
-        super().start({**_ENVIRONMENT, **(environment or {})})
+        self._scratch.mkdir(exist_ok=True)
+        super().start({**_ENVIRONMENT, "TMPDIR": str(self._scratch), **(environment or {})})
 
     def close(self) -> None:
         """Close the connection to it."""

@@ -20,6 +20,8 @@ from tests.e2e.peek import CHUNK_TOKENS, Peek, Place
 from tests.e2e.processes import eventually
 from tests.e2e.tiny_model import KV_BYTES_A_TOKEN
 
+pytestmark = pytest.mark.e2e
+
 CHUNK_BYTES = CHUNK_TOKENS * KV_BYTES_A_TOKEN
 COPY_DELAY_S = 2.0
 HEARTBEAT_S = 0.5

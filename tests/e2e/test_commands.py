@@ -14,6 +14,8 @@ from tests.e2e.engine import Engine
 from tests.e2e.node import lmcache_transfer
 from tests.e2e.processes import ROOT, Program
 
+pytestmark = pytest.mark.e2e
+
 DEMO_S = 500.0
 
 

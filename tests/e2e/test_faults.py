@@ -16,6 +16,8 @@ from tests.e2e.load import Load
 from tests.e2e.node import own_transfer, watched
 from tests.e2e.processes import eventually
 
+pytestmark = pytest.mark.e2e
+
 HEARTBEAT_S = 0.5
 POOL_BLOCKS = 70
 BACK_S = 4 * HEARTBEAT_S + 3.0

@@ -21,6 +21,8 @@ from tests.e2e.node import lmcache_transfer, own_transfer, watched
 from tests.e2e.peek import CHUNK_TOKENS
 from tests.e2e.tiny_model import ADAPTER, OTHER, OTHER_ADAPTER
 
+pytestmark = pytest.mark.e2e
+
 LENGTHS = (1, 255, 256, 257, 513, 2000)
 OPTIONS = ("--max-model-len", "4096", "--num-gpu-blocks-override", "160")
 

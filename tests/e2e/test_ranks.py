@@ -16,6 +16,8 @@ from tests.e2e.peek import CHUNK_TOKENS, Peek
 from tests.e2e.processes import eventually
 from tests.e2e.tiny_model import KV_BYTES_A_TOKEN
 
+pytestmark = pytest.mark.e2e
+
 RANKS = 2
 SHARD_BYTES = [CHUNK_TOKENS * KV_BYTES_A_TOKEN // RANKS] * RANKS
 
