@@ -49,6 +49,16 @@ def test_being_asked_to_store_it_again_is_a_use_as_well():
     assert _fill(bed, bed.instance(), 2) == ["b", "a"]
 
 
+def test_being_stored_is_a_use_at_the_moment_when_it_becomes_visible():
+    bed = Bed(pages=2)
+    engine = bed.instance()
+    engine.put("z")
+    reserved = engine.reserve("a")
+    engine.found("z")
+    engine.commit(reserved)
+    assert _fill(bed, bed.instance(), 2) == ["z", "a"]
+
+
 def test_a_shared_head_stays_for_as_long_as_any_tail():
     bed = Bed(pages=3)
     engine = bed.instance()

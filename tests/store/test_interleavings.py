@@ -165,8 +165,13 @@ class Lives(RuleBasedStateMachine):
         if what == "connection":
             self.world.store.reader_left(party.scheduler)
             self.world.forget_leases(party.scheduler)
+            for writing in self.world.writings.values():
+                if writing.owner == party.scheduler:
+                    writing.request = 0
             party.leases.clear()
             party.replies.clear()
+            party.requests = 0
+            self.late = [beat for beat in self.late if beat[0] is not party]
         elif what == "scheduler":
             self.world.die(party.scheduler)
             party.begin()

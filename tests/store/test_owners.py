@@ -95,6 +95,21 @@ class TestLostConnection:
         assert bed.used_pages == 2
         assert engine.commit(reserved) == VISIBLE
 
+    def test_the_first_heartbeat_over_a_new_one_says_which_reservations_are_known(self):
+        """Requests may be counted anew there, and a reply that was on the way is lost."""
+        bed = Bed()
+        engine = bed.instance()
+        engine.requests = 500
+        known, lost = engine.reserve("a"), engine.reserve("b")
+        other = bed.instance().reserve("c")
+        engine.disconnect()
+        engine.heartbeat(reservations=[known.reservation], seen=1)
+        assert bed.used_pages == 2
+        with pytest.raises(NotRegisteredError):
+            engine.commit(lost)
+        assert engine.commit(known) == VISIBLE
+        assert other.reservation
+
 
 class TestHeartbeat:
     def test_leases_that_are_not_listed_end(self):

@@ -344,9 +344,13 @@ class Store:
     def reader_left(self, owner: OwnerId) -> None:
         """End the read leases of an owner whose connection is gone.
 
-        Its reservations stay: it may live, and so may its copies.
+        Its reservations stay: it may live, and so may its copies. No reply is on the way any
+        more, so its next heartbeat, over whatever connection, lists them or ends them.
         """
         self.release(owner, self.leases.handles_of(owner))
+        for held in self.reservations:
+            if held.owner == owner:
+                held.request = 0
 
     def owner_died(self, owner: OwnerId) -> None:
         """End everything that an owner held; it touches no slot any more.

@@ -30,7 +30,8 @@ class Reservation:
     Attributes:
         handle: its name on the wire; 0 until it is given one.
         owner: the scheduler half that asked for it.
-        request: id of the request that granted it, in its owner's count.
+        request: id of the request that granted it, in its owner's count; 0 when the connection
+            over which it was granted is gone.
         namespace: where its chunks belong.
         writers: the owner of each rank, in rank order.
         reserved_s: when it was made.
