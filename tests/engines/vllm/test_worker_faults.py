@@ -2,7 +2,6 @@
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from tests.engines.vllm.worker_rig import (
@@ -64,10 +63,6 @@ def store(rig, scheduling, numbers, blocks):
     until(lambda: scheduling.lookup(*numbers).count == len(numbers))
 
 
-def maps_of_the_arena():
-    return Path("/proc/self/maps").read_text(encoding="ascii").count("kvcellar-arena")
-
-
 def test_loads_that_wait_when_the_server_dies_are_served_from_its_arena(server, closing):
     rig, scheduling = started(server, closing)
     store(rig, scheduling, [1, 2], [1, 2, 3, 4])
@@ -97,12 +92,10 @@ def test_stores_of_a_dead_server_are_dropped_and_reported(server, closing):
 
 
 def test_a_new_server_is_met_without_restart_and_the_old_arena_goes(server, closing):
-    before = maps_of_the_arena()
     rig, scheduling = started(server, closing)
     store(rig, scheduling, [1], [1, 2])
     old = scheduling.load_job([1], [11, 12])
-    assert maps_of_the_arena() == before + 1
-    port = server.port
+    port, old_arena = server.port, rig.arena
     scheduling.close()
     server.kill()
     with RunningServer("--port", str(port)) as successor:
@@ -110,15 +103,16 @@ def test_a_new_server_is_met_without_restart_and_the_old_arena_goes(server, clos
         closing.append(scheduling)
         rig.connected(scheduling.session.boot_id)
         # Nothing reads the old arena any more, so its memory does not stay.
-        until(lambda: maps_of_the_arena() == before + 1)
+        until(lambda: old_arena.is_closed)
         rig.step(loads=[old])
         assert rig.received() == ({"load"}, {11, 12})
         store(rig, scheduling, [1], [5, 6])
         rig.step(loads=[scheduling.load_job([1], [13, 14])])
         assert rig.received() == ({"load"}, set())
         assert rig.blocks([13, 14]) == rig.blocks([5, 6])
+        new_arena = rig.arena
         rig.close()
-        assert maps_of_the_arena() == before
+        assert new_arena.is_closed
 
 
 def test_loads_that_wait_when_a_new_server_comes_still_end_on_the_old_arena(server, closing):
@@ -138,18 +132,16 @@ def test_loads_that_wait_when_a_new_server_comes_still_end_on_the_old_arena(serv
 
 def test_loads_that_wait_too_long_lose_the_old_arena_and_are_computed(server, closing, monkeypatch):
     monkeypatch.setattr(shelf, "RETIRED_S", 0.1)
-    before = maps_of_the_arena()
     rig, scheduling = started(server, closing)
     store(rig, scheduling, [1], [1, 2])
     jobs = [scheduling.load_job([1], [11, 12], request=f"r{n}") for n in range(2)]
     gate = Gate(rig, closing)
     rig.step(loads=jobs)
-    port, old = server.port, rig.boot_id
+    port, old_arena = server.port, rig.arena
     server.kill()
     with RunningServer("--port", str(port)):
-        until(lambda: rig.boot_id != old)
         # The memory is the new server's although jobs still wait for it.
-        until(lambda: maps_of_the_arena() == before + 1)
+        until(lambda: old_arena.is_closed)
         gate.open()
         assert [timeless(rig.result(job.job_id)) for job in jobs] == [FAILED, FAILED]
         rig.close()

@@ -90,6 +90,11 @@ class Rig:
         """The life of the server whose arena is the present one."""
         return self.worker._copying._shelf.boot_id
 
+    @property
+    def arena(self):
+        """The present arena as this worker maps it."""
+        return self.worker._copying._shelf._current.arena
+
     def connected(self, boot_id):
         """Wait until this life of the server is the worker's, too."""
         until(lambda: self.boot_id == boot_id and self.link.session is not None)
