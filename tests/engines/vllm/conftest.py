@@ -1,7 +1,7 @@
 """A server and a model folder for the tests that run vLLM's scheduler."""
 
 import pytest
-from tests.server.running import RunningServer
+from tests.server.running import RunningServer, eventually
 
 CHUNK_TOKENS = 32
 PATIENCE_S = 20.0
@@ -25,6 +25,8 @@ def toy(tmp_path_factory):
 def cellar():
     """A server whose chunks are two of the toy engine's blocks."""
     with RunningServer("--chunk-size", str(CHUNK_TOKENS)) as server:
+        # It answers before it has memory, and what was offered then is not what tests are about.
+        eventually(lambda: server.status()["kvcellar"]["arena"]["ready_bytes"])
         yield server
         assert server.process.poll() is None, server.log()
         assert "Traceback" not in server.log()

@@ -5,6 +5,7 @@ import logging
 import pytest
 from tests.engines.vllm.test_scheduling import prompt  # noqa: F401
 from tests.engines.vllm.toy_engine import WAIT_S, ToyEngine
+from tests.server.running import eventually
 
 pytestmark = pytest.mark.engine
 
@@ -69,9 +70,12 @@ def test_a_load_of_the_other_gives_our_lease_back_and_is_stored(beside, prompt, 
     one.settle()
     assert one.half.stores.counts.stored == 6
     one.reset()
-    assert one.ask(text)[1] == 0
+    one.add(text, 100)
+    one.run_until(lambda: one.scheduler.running)
+    assert (len(one.half.lookups), one.half.holdings.count()[0]) == (0, 0)
+    eventually(lambda: cellar.status()["kvcellar"]["leases"] == 0, timeout_s=1.0)
     one.settle()
-    assert cellar.status()["kvcellar"]["leases"] == 0
+    assert one.loaded_tokens == 0
 
 
 def test_ours_goes_first_where_it_stands_first(beside, prompt):  # noqa: F811

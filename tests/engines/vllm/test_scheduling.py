@@ -12,7 +12,7 @@ import pytest
 from tests.engines.vllm.conftest import CHUNK_TOKENS
 from tests.engines.vllm.toy_engine import ToyEngine
 from tests.engines.vllm.toy_model import VOCABULARY, kv_of
-from tests.engines.vllm.toy_play import play
+from tests.engines.vllm.toy_play import look_back, play
 from tests.engines.vllm.toy_worker import Delays
 from tests.server.running import eventually
 
@@ -196,6 +196,8 @@ class TestEnds:
             one.add(prompt(100), 60)
         one.settle()
         assert one.preemptions > 0
+        look_back(one)
+        assert one.loaded_tokens > 0
 
     def test_an_abort_during_a_load_frees_everything(self, engine, prompt):
         one, text = engine(delays=Delays(load=lambda: 3)), prompt(200)
@@ -305,6 +307,15 @@ class TestResets:
         one.reset()
         assert one.ask(text)[1] == 192
 
+    def test_a_server_that_keeps_the_chunks_makes_no_difference(self, engine, prompt, monkeypatch):
+        one, text = engine(), prompt(200)
+        one.ask(text)
+        one.settle()
+        monkeypatch.setattr(one.half, "_clear", lambda left: None)
+        one.reset(connector=True)
+        one.wait_bound()
+        assert one.ask(text)[1] == 0
+
     def test_it_clears_what_the_server_held(self, engine, prompt, cellar):
         clear(cellar)
         one, text = engine(), prompt(200)
@@ -337,7 +348,9 @@ class TestSkips:
         one.ask(text)
         one.reset()
         request_id = one.add(text)
-        one.scheduler.requests[request_id].skip_reading_prefix_cache = True
+        request = one.scheduler.requests[request_id]
+        request.skip_reading_prefix_cache = True
+        assert one.half.matched_tokens(request, 0) == (0, False)
         one.settle()
         assert one.loaded_tokens == 0
 

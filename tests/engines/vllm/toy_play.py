@@ -79,7 +79,16 @@ def play(model, port, seed, *, actions=250, disturb=None, options=None):
                 disturb()
             _act(day, engine, ids)
         engine.settle()
+        look_back(engine)
         return engine
+
+
+def look_back(engine):
+    """Ask everything once more without vLLM's own cache: all that was stored is loaded and seen."""
+    engine.reset()
+    for asked in list(engine.asked.values()):
+        engine.add(asked.prompt + asked.said, 1)
+    engine.settle()
 
 
 def _act(day, engine, ids):
