@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BOOTSTRAP ?= $(shell command -v python3.11 || command -v python3)
 
-.PHONY: help setup setup-sources format check unit e2e test demo bench docs clean
+.PHONY: help setup setup-sources format check unit e2e test demo bench bench-gpu docs clean
 
 help: ## list the verbs
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,9 @@ demo: setup ## real vLLM, a small model, a long prefix: what a hit is worth (som
 
 bench: setup ## measure copies, lookups and TTFT beside their ceilings
 	@$(PY) scripts/bench.py
+
+bench-gpu: ## on a machine with a GPU: check its copies and measure them beside plain DMA
+	@PYTHONPATH=src $(or $(wildcard $(PY)),python3) scripts/bench_gpu.py
 
 docs: setup ## write the generated pages; check links, commands and the journey
 	@$(PY) scripts/docs_config.py
