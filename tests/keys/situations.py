@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvcellar.keys.chain import ChunkChain, SpanItem
 from kvcellar.keys.digest import engine_digest, namespace_id, request_seed
-from kvcellar.layout.shard import PageRegion, ShardLayout
+from kvcellar.layout.shard import PageRegion, ShardLayout, Vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,10 @@ class Situation:
         return repr(rest), self.tokens[:stop], items
 
 
-def layout(rank=0, *, page_bytes=64, names=("layer.0", "layer.1"), form="bf16", block_tokens=2):
+def layout(rank=0, *, page_bytes=64, names=("layer.0", "layer.1"), **changes):
     regions = tuple(PageRegion(name, page_bytes) for name in names)
-    return ShardLayout(rank, block_tokens, regions, form)
+    given = {"block_tokens": 2, "format": "bf16", **changes}
+    return ShardLayout(rank, regions=regions, **given)
 
 
 # Few values for each field, so that two draws are equal in most of them and differ in one.
@@ -87,8 +88,11 @@ VALUES = {
         (layout(0, page_bytes=128),),
         (layout(0, names=("layer.1", "layer.0")),),
         (layout(0, names=("layer.0",)),),
-        (layout(0, form="fp8"),),
+        (layout(0, format="fp8"),),
         (layout(0, block_tokens=4),),
+        (layout(0, vectors=Vectors("bfloat16", 8, 2, 4)),),
+        (layout(0, vectors=Vectors("float16", 8, 2, 4)),),
+        (layout(0, vectors=Vectors("bfloat16", 4, 2, 8)),),
     ],
     "chunk_tokens": [2, 4, 6],
     "fidelity": ["exact", "int8"],

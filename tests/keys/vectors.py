@@ -18,7 +18,7 @@ from kvcellar.keys.digest import (
     namespace_id,
     request_seed,
 )
-from kvcellar.layout.shard import PageRegion, ShardLayout
+from kvcellar.layout.shard import PageRegion, ShardLayout, Vectors
 
 PATH = Path(__file__).parents[2] / "docs" / "vectors.json"
 
@@ -34,7 +34,9 @@ def _optional_bytes(text):
 
 def _layout(given):
     regions = tuple(PageRegion(name, page_bytes) for name, page_bytes in given["regions"])
-    return ShardLayout(given["rank"], given["block_tokens"], regions, given["format"]).fingerprint()
+    vectors = Vectors(*given["vectors"]) if "vectors" in given else None
+    layout = ShardLayout(given["rank"], given["block_tokens"], regions, given["format"], vectors)
+    return layout.fingerprint()
 
 
 def _engine(given):
