@@ -74,6 +74,9 @@ class RunningServer:
 
     def __init__(self, *flags, command=("-m", "kvcellar", "server")):
         environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        # vLLM's CPU platform, once a test made its configuration in this process, preloads
+        # torch's OpenMP into whatever is started from here.
+        environment.pop("LD_PRELOAD", None)
         # A file and no pipe: a process that outlives the server by mistake cannot hold us up.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server.
         self.process = subprocess.Popen(
