@@ -71,6 +71,13 @@ def test_every_link_of_a_page_leads_somewhere(page):
     assert broken == []
 
 
+def test_the_index_leads_to_every_page():
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text("utf-8"))}
+    pages = {page for page in _listed("docs/*") if page.parent == index.parent}
+    assert sorted(_name(page) for page in pages - linked - {index}) == []
+
+
 def test_there_are_commands_to_check():
     for found in (SERVERS, ENGINES):
         assert [at for at in (param.id for param in found) if at.startswith("README.md")] != []
