@@ -105,7 +105,7 @@ def measure_first_token(
     measured = [("kvcellar", engine(_ours(programs)))]
     notes = [
         "own hit: vLLM's own prefix cache, in the same engine.",
-        f"own at chunk: the same where only chunks of {_CHUNK_TOKENS} tokens, a layer's, are shared.",
+        f"own at chunk: the same, with only the layer's chunks of {_CHUNK_TOKENS} tokens shared.",
         f"behind: the layer's hit behind that; aim {_AIM_S} s.",
     ]
     try:
