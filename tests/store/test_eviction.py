@@ -68,6 +68,16 @@ def test_a_shared_head_stays_for_as_long_as_any_tail():
     assert _fill(bed, bed.instance(), 3) == ["b", "c", "a"]
 
 
+def test_a_tail_that_was_stored_before_its_head_leaves_before_it_all_the_same():
+    bed = Bed(pages=3)
+    engine = bed.instance()
+    engine.put("a")
+    engine.put("c", "b")
+    engine.put("b", "a")
+    engine.found("c")
+    assert _fill(bed, bed.instance(), 3) == ["c", "b", "a"]
+
+
 def test_what_is_leased_stays_and_so_does_the_head_before_it():
     bed = Bed(pages=3)
     engine = bed.instance()

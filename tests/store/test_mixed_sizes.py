@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.store.bed import FULL, OTHER_SPACE, PAGE, RESERVED, Bed, offsets_of
+from tests.store.bed import FULL, OTHER_SPACE, PAGE, RESERVED, VISIBLE, Bed, offsets_of
 
 from kvcellar.keys.digest import NamespaceId
 
@@ -29,53 +29,96 @@ def test_one_victim_makes_room_for_something_smaller():
     assert bed.counted.evicted == 1
 
 
+class Scattered:
+    """Three steps full of chunks of a page, of which those on even pages are the oldest.
+
+    They leave first and leave holes of a page, so that nothing larger fits before a step is
+    emptied. The chunk on page 7 is named s7.
+    """
+
+    def __init__(self, *, colder=(0, 1, 2), pending=()):
+        self.bed = Bed(pages=16)
+        self.small = self.bed.instance(1)
+        self.pending = {}
+        for page in range(48):
+            if page in (16, 32):
+                self.bed.store.add_step(page * PAGE, 16 * PAGE)
+            if page in pending:
+                self.pending[page] = self.small.reserve(f"s{page}")
+            else:
+                assert offsets_of(self.small.put(f"s{page}").offsets) == [page * PAGE]
+        for step in colder:
+            for page in range(step * 16 + 1, step * 16 + 16, 2):
+                self.small.found(f"s{page}")
+
+    def step_of_large(self, *pages, names="x"):
+        """Reserve chunks with a last shard of many pages; return the steps of these."""
+        large = self.bed.instance(*pages, space=OTHER_SPACE)
+        reserved = large.reserve(names, now_s=9.0)
+        assert set(reserved.states) == {RESERVED}
+        return [offset // (16 * PAGE) for offset in offsets_of(reserved.offsets)][
+            len(pages) - 1 :: len(pages)
+        ]
+
+
 def test_a_step_is_emptied_where_every_hole_is_too_short():
-    """The oldest chunks lie a page apart, so evicting in order of age makes holes of a page."""
-    bed = Bed(pages=16)
-    small = bed.instance(1)
-    _put_scattered(small, 16)
-    for number in range(1, 16, 2):
-        small.found(f"s{number}")
-    assert bed.instance(4, space=OTHER_SPACE).states("x") == [RESERVED]
-    assert bed.counted.steps_reclaimed == 1
-
-
-def test_it_is_the_step_that_was_used_least_recently_in_the_mean():
-    bed = Bed(pages=48, step_pages=16)
-    small = bed.instance(1)
-    step_of = [offset // (16 * PAGE) for offset in _put_scattered(small, 48)]
-    for wanted in (1, 0, 2):
-        for number in range(48):
-            if step_of[number] == wanted and number % 2:
-                small.found(f"s{number}")
-    # Step 1 has the chunks that were used again longest ago; of each step half is very old.
-    assert bed.instance(16, space=OTHER_SPACE).states("x") == [RESERVED]
-    left = [step_of[n] for n in range(48) if not small.resident(f"s{n}") and n % 2]
-    assert left == [1] * 8
+    scattered = Scattered(colder=(1, 0, 2))
+    assert scattered.step_of_large(12) == [1]
+    assert scattered.bed.counted.steps_reclaimed == 1
+    kept = [page for page in range(48) if scattered.small.resident(f"s{page}")]
+    assert kept == [*range(1, 16, 2), *range(33, 48, 2)]
 
 
 def test_what_is_leased_is_not_moved_for_it():
-    bed = Bed(pages=32, step_pages=16)
-    small, large = bed.instance(1), bed.instance(12, space=OTHER_SPACE)
-    by_page = _by_page(_put_scattered(small, 32))
-    held = small.lookup(by_page[8])
-    reserved = large.reserve("x")
-    assert offsets_of(reserved.offsets)[0] >= 16 * PAGE
-    assert small.lookup(by_page[8]).refs == held.refs
-    assert large.states("y") == [FULL]
+    scattered = Scattered()
+    held = scattered.small.lookup("s9")
+    assert scattered.step_of_large(12) == [1]
+    assert scattered.small.lookup("s9").refs == held.refs
 
 
 def test_what_is_being_written_is_not_moved_for_it():
-    bed = Bed(pages=32, step_pages=16)
-    small, large = bed.instance(1), bed.instance(12, space=OTHER_SPACE)
-    pending = [small.reserve(f"p{number}") for number in range(32)]
-    by_page = {offsets_of(one.offsets)[0] // PAGE: one for one in pending}
-    for page, reserved in by_page.items():
-        if page != 8:
-            small.commit(reserved)
-    assert offsets_of(large.reserve("x").offsets)[0] >= 16 * PAGE
-    small.commit(by_page[8])
-    assert large.states("y") == [RESERVED]
+    scattered = Scattered(pending=[9])
+    assert scattered.step_of_large(12) == [1]
+    assert scattered.small.commit(scattered.pending[9]) == VISIBLE
+
+
+def test_what_the_same_request_was_given_is_not_moved_for_it():
+    scattered = Scattered(colder=())
+    for page in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11):
+        assert scattered.bed.remove_damaged(f"s{page}", 0, page * PAGE)
+    # Step 0 has the place for the first chunk. Of what must leave for the second, the last to go
+    # before a step is emptied are 12, 13 and 14; what is left in step 0 is then the oldest.
+    for page in [17, 19, 21, 33, 35, 37, 12, 13, 14, 15, *range(23, 32, 2), *range(39, 48, 2)]:
+        scattered.small.found(f"s{page}")
+    assert scattered.step_of_large(12, names="x y") == [0, 1]
+
+
+def test_the_other_shards_of_the_chunk_are_not_moved_for_it():
+    scattered = Scattered()
+    for page in (7, 8):
+        assert scattered.bed.remove_damaged(f"s{page}", 0, page * PAGE)
+    assert scattered.step_of_large(2, 12) == [1]
+
+
+def test_the_prefix_that_wants_to_grow_is_not_moved_for_it():
+    scattered = Scattered()
+    bed, small = scattered.bed, scattered.small
+    bed.remove_damaged("s9", 0, 9 * PAGE)
+    engine = bed.instance(1, 12, space=OTHER_SPACE)
+    offsets = offsets_of(engine.put("p").offsets)
+    assert [offset // (16 * PAGE) for offset in offsets] == [0, 1]
+    for number in range(48 - bed.used_pages):
+        small.put(f"t{number}")
+    entries = [entry for entry in bed.store.catalog.entries.values() if len(entry.refs) == 16]
+    at = {offsets_of(entry.refs)[0] // PAGE: entry.key.rstrip(b".").decode() for entry in entries}
+    for page in [page for step in (1, 0, 2) for page in at if page // 16 == step]:
+        if page % 2:
+            small.found(at[page])
+    # Without its prefix, step 1 would be the coldest by far.
+    reserved = engine.reserve("q", "p")
+    assert bed.counted.steps_reclaimed == 2
+    assert offsets_of(reserved.offsets)[1] // (16 * PAGE) == 2
+    assert engine.found("p") == 1
 
 
 def test_old_slots_that_are_still_read_are_not_moved_for_it():
@@ -99,17 +142,6 @@ def test_a_chunk_that_cannot_fit_between_what_must_stay_is_refused():
     assert bed.instance(5, space=NamespaceId(b"5" * 32)).states("y") == [RESERVED]
     small.release(*held)
     assert bed.instance(6, space=OTHER_SPACE).states("x") == [RESERVED]
-
-
-def test_a_step_is_not_emptied_of_the_prefix_that_wants_to_grow():
-    bed = Bed(pages=32, step_pages=16)
-    engine, small = bed.instance(1, 8), bed.instance(1, space=OTHER_SPACE)
-    engine.put("a")
-    _put_scattered(small, 23)
-    for number in range(0, 23, 2):
-        small.found(f"s{number}")
-    assert engine.put("b", "a").reservation
-    assert engine.found("a b") == 2
 
 
 @st.composite

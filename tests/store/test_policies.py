@@ -1,6 +1,8 @@
 """The policies by themselves: who is named, and how much is kept to know it."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.store.bed import SPACE
 
 from kvcellar.config.server import EVICTION_POLICIES
@@ -78,6 +80,40 @@ def test_withdrawn_entries_are_not_kept_for_ever():
         policy.withdraw(passing)
         assert len(policy._heap) <= 300
     assert [policy.take() for _ in range(101)] == [*kept, None]
+
+
+def test_an_entry_that_was_swept_out_may_be_offered_again():
+    policy = LRU()
+    entries = _offered(policy, *range(100))
+    for entry in entries:
+        policy.withdraw(entry)
+    for entry in entries[::-1]:
+        policy.offer(entry)
+    assert [policy.take() for _ in range(101)] == [*entries, None]
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False))
+def test_it_names_whom_a_search_through_all_would_name(random):
+    """Long enough for several sweeps of withdrawn entries."""
+    policy, entries, offered = LRU(), _offered(LRU(), *range(200)), set()
+    for entry in entries:
+        entry.mark = 0
+    for clock in range(200, 1200):
+        entry = random.choice(entries)
+        match random.randrange(8):
+            case 0 | 1 | 2:
+                policy.offer(entry)
+                offered.add(entry)
+            case 3 | 4 | 5:
+                policy.withdraw(entry)
+                offered.discard(entry)
+            case 6:
+                entry.tick = clock
+            case _:
+                expected = min(offered, key=lambda entry: entry.tick, default=None)
+                assert policy.take() is expected
+                offered.discard(expected)
 
 
 def test_noop_names_nobody():
