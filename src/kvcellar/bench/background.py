@@ -30,6 +30,7 @@ STORED_SHARD_BYTES = 5_898_240
 ECHO_HEAD_BYTES = 16
 """An echo's request begins with its own length and its reply's, both uint64 little-endian."""
 _CHUNKS_A_STORE = 4
+_ECHO_MAX_BYTES = 1 << 20
 
 
 def store(port: int, gb_per_s: float) -> None:
@@ -84,22 +85,24 @@ def echo(address: str) -> None:
     listener.setblocking(True)
     sock, _ = listener.accept()
     sock.setblocking(True)
+    # One buffer for everything: fresh memory of this size costs more than the round trip.
+    space = memoryview(bytearray(_ECHO_MAX_BYTES))
     with sock:
-        while head := _receive(sock, ECHO_HEAD_BYTES):
-            length, reply_bytes = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8))
-            _receive(sock, length - ECHO_HEAD_BYTES)
-            sock.sendall(bytes(reply_bytes))
+        while _receive(sock, space[:ECHO_HEAD_BYTES]):
+            length, reply_bytes = (int.from_bytes(space[at : at + 8], "little") for at in (0, 8))
+            _receive(sock, space[ECHO_HEAD_BYTES:length])
+            sock.sendall(space[:reply_bytes])
 
 
-def _receive(sock: socket.socket, length: int) -> bytes:
-    """Return exactly so many bytes, or none when the peer has left."""
-    data = bytearray()
-    while len(data) < length:
-        part = sock.recv(min(length - len(data), 1 << 20))
-        if not part:
-            return b""
-        data += part
-    return bytes(data)
+def _receive(sock: socket.socket, target: memoryview) -> bool:
+    """Fill `target`; False when the peer has left."""
+    got = 0
+    while got < len(target):
+        count = sock.recv_into(target[got:])
+        if not count:
+            return False
+        got += count
+    return True
 
 
 class _Pace:
