@@ -161,6 +161,26 @@ def test_a_request_that_runs_stores_everything_anew_at_the_next_server(toy, cell
         assert engine.ask(text)[1] == 192
 
 
+def test_what_a_dead_server_answered_is_not_loaded_from_its_successor(toy, cellar, prompt):
+    """The second request has its answer and waits for room while the server is replaced."""
+    text = prompt(400)
+    cellar.start()
+    with ToyEngine(toy, cellar.port, blocks=40, running_max=2) as engine:
+        engine.wait_bound()
+        engine.ask(text)
+        engine.settle()
+        engine.reset()
+        engine.add(prompt(500), 60)
+        engine.run_until(lambda: engine.scheduler.running)
+        engine.add(text)
+        engine.run_until(lambda: engine.half.holdings.count()[0] == 1)
+        cellar.kill()
+        cellar.start()
+        eventually(lambda: engine.half._link.session)
+        engine.settle()
+        assert (engine.loaded_tokens, engine.half.loads.failed_count) == (0, 0)
+
+
 def test_an_answer_that_is_late_but_in_time_is_still_a_hit(toy, cellar, prompt):
     text = prompt(200)
     cellar.start()
