@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcellar.engines.pages import NOT_WRITTEN, BlockIds, PageRun, SlotBytes, check_blocks
+from kvcellar.engines.pages import (
+    NOT_WRITTEN,
+    BlockIds,
+    PageRun,
+    SlotBytes,
+    check_blocks,
+    touch_pages,
+)
 from kvcellar.layout.shard import EXACT
 from kvcellar.memory import seal
 from kvcellar.memory.arena import ArenaView
@@ -28,7 +35,6 @@ Words = npt.NDArray[np.uint32]
 Weights = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
-_PAGE_BYTES = 4096
 
 
 class _Pages(NamedTuple):
@@ -108,10 +114,8 @@ class CpuCopier:
         return len(chunks)
 
     def adopt(self, arena: ArenaView, *, start: int, stop: int) -> None:
-        """Read a byte of every page, so that the first copies do not fault: they run at a fifth."""
-        pages = np.frombuffer(arena.view, np.uint8, stop - start, start)[::_PAGE_BYTES]
-        # The value means nothing; a sum is what numpy computes without the GIL.
-        pages.sum(dtype=np.uint64)
+        """Touch the pages."""
+        touch_pages(arena, start=start, stop=stop)
 
     def disown(self, arena: ArenaView) -> None:
         """Do nothing: the page tables go with the mapping."""

@@ -17,7 +17,14 @@ import torch
 
 from kvcellar.engines.forms import Form, Int8Form, Part, RawForm
 from kvcellar.engines.kernels import group_runs
-from kvcellar.engines.pages import NOT_WRITTEN, BlockIds, PageRun, SlotBytes, check_blocks
+from kvcellar.engines.pages import (
+    NOT_WRITTEN,
+    BlockIds,
+    PageRun,
+    SlotBytes,
+    check_blocks,
+    touch_pages,
+)
 from kvcellar.engines.registration import HostRegistration
 from kvcellar.layout.shard import EXACT, INT8, Vectors
 from kvcellar.memory import seal
@@ -105,6 +112,7 @@ class GpuCopier:
 
     def adopt(self, arena: ArenaView, *, start: int, stop: int) -> None:
         """Make [start, stop) of the arena's bytes reachable for DMA; may block for a while."""
+        touch_pages(arena, start=start, stop=stop)
         self._registration.add(arena, start=start, stop=stop)
 
     def disown(self, arena: ArenaView) -> None:

@@ -167,7 +167,10 @@ def move_piece(
 
 
 # Triton compiles this function from its source; its parameters are device values without types.
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    # One compiled kernel for every chunk size and every piece, or the first request pays for it.
+    do_not_specialize=["first_page", "chunk_blocks", "chunk_pages", "first_word"]
+)
 def _move(  # type: ignore[no-untyped-def]
     bases,
     strides,

@@ -136,7 +136,9 @@ def sum_shards(
 
 
 # fmt: off
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["exact_vectors", "chunk_blocks", "chunk_pages", "inner", "block_tokens"]
+)
 def _code(  # type: ignore[no-untyped-def]
     bases, strides, blocks, staging, shard_bytes, scales_at, exact_at, exact_vectors,
     chunk_blocks, chunk_pages, inner, block_tokens,
@@ -202,7 +204,7 @@ def _decode(code, bits):  # type: ignore[no-untyped-def]
     return code.to(tl.int8, bitcast=True).to(tl.float32) * scale[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["words", "slices"])  # type: ignore[untyped-decorator]
 def _sum(  # type: ignore[no-untyped-def]
     staging,
     sums,
