@@ -69,6 +69,17 @@ def test_a_step_is_emptied_where_every_hole_is_too_short():
     assert kept == [*range(1, 16, 2), *range(33, 48, 2)]
 
 
+def test_chunks_with_several_shards_in_the_step_leave_it_once():
+    bed = Bed(pages=48, step_pages=16)
+    pairs = bed.instance(1, 1)
+    for number in range(24):
+        pairs.put(f"p{number}")
+    for number in range(1, 24, 2):
+        pairs.found(f"p{number}")
+    assert bed.instance(12, space=OTHER_SPACE).states("x") == [RESERVED]
+    assert bed.counted.steps_reclaimed == 1
+
+
 def test_what_is_leased_is_not_moved_for_it():
     scattered = Scattered()
     held = scattered.small.lookup("s9")

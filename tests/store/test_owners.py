@@ -101,14 +101,16 @@ class TestLostConnection:
         engine = bed.instance()
         engine.requests = 500
         known, lost = engine.reserve("a"), engine.reserve("b")
-        other = bed.instance().reserve("c")
+        other = bed.instance()
+        on_its_way = other.reserve("c")
         engine.disconnect()
+        other.heartbeat(seen=0)
         engine.heartbeat(reservations=[known.reservation], seen=1)
         assert bed.used_pages == 2
         with pytest.raises(NotRegisteredError):
             engine.commit(lost)
         assert engine.commit(known) == VISIBLE
-        assert other.reservation
+        assert other.commit(on_its_way) == VISIBLE
 
 
 class TestHeartbeat:

@@ -96,16 +96,17 @@ def test_an_entry_that_was_swept_out_may_be_offered_again():
 @given(st.randoms(use_true_random=False))
 def test_it_names_whom_a_search_through_all_would_name(random):
     """Long enough for several sweeps of withdrawn entries."""
-    policy, entries, offered = LRU(), _offered(LRU(), *range(200)), set()
-    for entry in entries:
-        entry.mark = 0
+    policy = LRU()
+    entries = _offered(policy, *range(200))
+    random.shuffle(entries)
+    offered = set(entries)
     for clock in range(200, 1200):
         entry = random.choice(entries)
         match random.randrange(8):
-            case 0 | 1 | 2:
+            case 0 | 1:
                 policy.offer(entry)
                 offered.add(entry)
-            case 3 | 4 | 5:
+            case 2 | 3 | 4 | 5:
                 policy.withdraw(entry)
                 offered.discard(entry)
             case 6:
