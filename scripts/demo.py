@@ -36,8 +36,7 @@ PROGRAMS = ROOT / ".venv" / "bin"
 
 SERVER_PORT, SERVER_HTTP_PORT = 6555, 8090
 ENGINE_PORTS = (8001, 8002)
-START_S = 240.0
-ANSWER_S = 240.0
+PATIENCE_S = 240.0
 ANSWER_TOKENS = 20
 BAR_CHARACTERS = 44
 
@@ -182,8 +181,7 @@ def _session_members(session: int) -> list[int]:
             continue
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            is_zombie, its_session = fields[0] == "Z", int(fields[3])
-            if its_session == session and not is_zombie:
+            if int(fields[3]) == session and fields[0] != "Z":
                 members.append(int(folder.name))
     return members
 
@@ -244,7 +242,7 @@ def fetch(port: int, path: str, *, body: dict[str, object] | None = None) -> str
 
 def wait_for(program: Program, port: int, path: str) -> None:
     """Wait until a program answers with success; fail with its log when it ends before."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException, DemoError):
             fetch(port, path)
@@ -252,7 +250,7 @@ def wait_for(program: Program, port: int, path: str) -> None:
         if program.process.poll() is not None:
             raise DemoError(f"{program.name} ended; {program.log} says:\n{program.tail()}")
         if time.monotonic() > deadline:
-            raise DemoError(f"{program.name} is not ready after {START_S:.0f} s: {program.log}")
+            raise DemoError(f"{program.name} is not ready after {PATIENCE_S:.0f} s: {program.log}")
         time.sleep(0.1)
 
 
@@ -315,7 +313,7 @@ def ask(port: int, text: str, shelf: int) -> Answer:
         "temperature": 0,
         "stream": True,
     }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_S)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     with contextlib.closing(connection):
         started = time.monotonic()
         connection.request(
@@ -466,7 +464,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shelves", type=int, default=110, help="sentences of the text (110)")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     if not (ROOT / MODEL / "config.json").is_file() or not (PROGRAMS / "vllm").is_file():
         say("demo: run `make setup` first")
         return 1
@@ -489,9 +488,9 @@ def run(troupe: Troupe, shelves: int) -> int:
         say("\ndemo: interrupted")
         return 130
     finally:
-        # A second Ctrl-C must not stop the stopping.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # A second Ctrl-C must not stop the stopping.
+            signal.signal(number, signal.SIG_IGN)
         troupe.stop()
         say(f"all stopped after {time.monotonic() - started:.0f} s")
     return 0

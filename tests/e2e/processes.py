@@ -1,17 +1,19 @@
 """Start real programs for a test, wait for them with deadlines, and leave nothing of them behind.
 
-Each program runs in a session of its own with its output in a file, so that whatever it spawned
-can be found again, also after the program itself was killed. (A mark in the environment would not
-do: a process that sets its title, as vLLM's do, overwrites the kernel's copy of it.) Used by
-`cellar` and `engine`; knows neither.
+Each program runs in a session of its own, with its output in a file and a mark in its environment,
+so that whatever it spawned can be found again, also after the program itself was killed. It takes
+both: a cache server's child has a session of its own, and a process that sets its title, as vLLM's
+do, overwrites the kernel's copy of its environment. Used by `cellar` and `engine`; knows neither.
 """
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +30,7 @@ NO_REUSE = httpx.Limits(max_keepalive_connections=0)
 
 # As in an activated virtual environment: the commands of the interpreter that runs the tests.
 _PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+_MARK = "E2E_PROGRAM"
 _PR_SET_PDEATHSIG = 1
 _SHARED_MEMORY = Path("/dev/shm")
 _VLLM_NAMES = ("vllm_dist_", "psm_", "sem.mp-")
@@ -70,12 +73,15 @@ class Program:
         self.log = folder / f"{name}.log"
         self.pid = 0
         self.ports: tuple[int, ...] = ()
+        self._mark = secrets.token_hex(8)
         self._popen: subprocess.Popen[bytes] | None = None
         self._lives: list[int] = []
 
     def start(self, environment: Mapping[str, str] | None = None) -> None:
         """Start it; returns at once. It ends with this process, however that ends."""
         assert not self.is_alive, f"{self.name} runs already"
+        # The kernel would end it with the thread that started it.
+        assert threading.current_thread() is threading.main_thread()
         with self.log.open("ab") as log:
             self._lives.append(log.tell())
             self._popen = subprocess.Popen(
@@ -84,7 +90,7 @@ class Program:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "PATH": _PATH, **(environment or {})},
+                env={**os.environ, "PATH": _PATH, _MARK: self._mark, **(environment or {})},
                 start_new_session=True,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread of ours holds a lock here.
             )
@@ -101,14 +107,16 @@ class Program:
         return None if self._popen is None else self._popen.poll()
 
     def members(self) -> list[psutil.Process]:
-        """Return every live process of the newest life's session, the program's own first."""
+        """Return every live process of the program, its own first."""
         found = []
         for process in psutil.process_iter():
             try:
-                is_zombie = process.status() == psutil.STATUS_ZOMBIE
-                if not is_zombie and os.getsid(process.pid) == self.pid:
+                is_ours = os.getsid(process.pid) == self.pid or (
+                    process.environ().get(_MARK) == self._mark
+                )
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except (psutil.NoSuchProcess, ProcessLookupError):
+            except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
                 continue
         return sorted(found, key=lambda process: process.pid != self.pid)
 

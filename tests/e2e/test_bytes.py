@@ -263,9 +263,9 @@ def test_a_store_of_the_last_boot_never_reaches_the_next(node, prompt, at_once):
     def kill() -> None:
         node.cellar.wait_for_writers()
         node.cellar.kill()
-        node.cellar.start_and_wait()
 
     at_once([lambda: node.late.complete(tokens, max_tokens=1), kill])
+    node.cellar.start_and_wait()
 
     def is_bound() -> bool:
         node.late.complete([3], max_tokens=1)

@@ -5,9 +5,11 @@ does, with a real model; here it runs with a shorter text.
 """
 
 import re
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from tests.e2e.cellar import Cellar
 from tests.e2e.engine import Engine
@@ -35,6 +37,21 @@ def test_the_demo_shows_hits_and_equal_answers(folder, model_folder):
     assert "all equal" in output
     assert len(re.findall(r"vllm:external_prefix_cache_hits [1-9]\d* of", output)) == 2
     assert demo.members() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_demo_stops_everything_when_it_is_interrupted(folder, number):
+    demo = Program(f"interrupted-{number}", [sys.executable, "scripts/demo.py"], folder=folder)
+    demo.start()
+    demo.wait_until(lambda: "vLLM starts" in demo.output(), 60, what="the start of vLLM")
+    started = psutil.Process(demo.pid).children(recursive=True)
+    assert len(started) >= 2
+
+    demo.signal(number)
+
+    assert demo.wait_for_end(60) == 130
+    assert "all stopped" in demo.output()
+    assert [process for process in started if process.is_running()] == []
 
 
 def test_a_mistyped_key_is_refused_with_the_right_one(tiny, folder, stopping):

@@ -228,6 +228,8 @@ def test_an_l1_smaller_than_one_prompt_keeps_what_fits(node, prompt, folder, sto
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_ends_takes_its_pages_child_with_it(node, number):
+    assert len(node.cellar.members()) == 2
+
     node.cellar.signal(number)
 
     eventually(lambda: not node.cellar.members(), 5, what="the end of all its processes")
