@@ -72,6 +72,7 @@ class RequestState:
         receipt: what was moved for it.
         block_ids: its block table as the last steps scheduled it; empty while it has none.
         chain: keys of its full chunks; None until they are needed.
+        tokens_end: only chunks of so many leading tokens are offered.
         next_chunk: the first chunk that has not been offered to the server.
         offer_after_s: when to offer again after the server had no memory or said nothing.
         may_save: whether chunks are offered at all.
@@ -83,6 +84,7 @@ class RequestState:
     receipt: Receipt
     block_ids: list[int] = field(default_factory=list)
     chain: ChunkChain | None = None
+    tokens_end: int = 0
     next_chunk: int = 0
     offer_after_s: float = 0.0
     may_save: bool = True
@@ -103,9 +105,8 @@ class RequestState:
 
     def has_new_chunks(self, bound: Bound, *, token_count: int) -> bool:
         """Return whether there may be chunks to offer; cheap, for every request of every step."""
-        if self._bound is not bound:
-            return token_count >= bound.chunk_tokens
-        return token_count // bound.chunk_tokens > self.next_chunk
+        next_chunk = self.next_chunk if self._bound is bound else 0
+        return token_count >= (next_chunk + 1) * bound.chunk_tokens
 
     def has_shrunk(self) -> bool:
         """Return whether tokens were taken away since the keys were made."""

@@ -49,6 +49,7 @@ log = EventLog("vllm.kvcellar.scheduler")
 
 EPOCH_BYTES = 16
 CLEAR_TIMEOUT_S = 0.5
+NO_END = 1 << 62
 WISH_LOG_INTERVAL_S = 60.0
 
 
@@ -287,15 +288,18 @@ class SchedulerHalf:
                 continue
             if is_whole and block_ids is not None:
                 state.block_ids = [*block_ids]
+                state.tokens_end = self._tokens_end(state)
             elif block_ids is not None:
                 state.block_ids += block_ids
             if bound is not None and state.may_save:
-                self._offer(state, bound, computed_tokens=computed + scheduled[request_id])
+                count = min(computed + scheduled[request_id], state.tokens_end)
+                # Of hundreds of requests that decode, this is all that a step looks at.
+                if state.has_new_chunks(bound, token_count=count):
+                    self._offer(state, bound, computed_tokens=count)
 
     def _offer(self, state: RequestState, bound: Bound, *, computed_tokens: int) -> None:
-        count = self._storable_tokens(state, computed_tokens)
-        if not state.has_new_chunks(bound, token_count=count):
-            return
+        # Steps that are scheduled ahead count tokens that nobody has sampled yet.
+        count = min(computed_tokens, state.request.num_tokens)
         chain = state.keys(bound, self._adapters, token_count=count)
         if chain is not None:
             # A chunk with a token that is not known yet has no key.
@@ -303,16 +307,11 @@ class SchedulerHalf:
             if chunk_count > state.next_chunk:
                 self.stores.offer(state, bound, chunk_count=chunk_count)
 
-    def _storable_tokens(self, state: RequestState, computed_tokens: int) -> int:
-        """Return how many leading tokens are known, computed after this step, and to be kept."""
-        request = state.request
-        # Steps that are scheduled ahead count tokens that nobody has sampled yet.
-        count = min(computed_tokens, request.num_tokens)
-        if not self._options.save_decode_cache:
-            count = min(count, request.num_prompt_tokens)
-        if state.wishes.tokens_max is not None:
-            count = min(count, state.wishes.tokens_max)
-        return int(count)
+    def _tokens_end(self, state: RequestState) -> int:
+        """Return how many leading tokens of a request are to be kept at most."""
+        end = NO_END if self._options.save_decode_cache else int(state.request.num_prompt_tokens)
+        wished = state.wishes.tokens_max
+        return end if wished is None else min(end, wished)
 
     def _clear(self, left: Bound) -> None:
         try:
