@@ -29,11 +29,11 @@ check: setup ## format, lint, types, import contracts, shape; no test runs an en
 	@echo "== imports";     $(VENV)/bin/lint-imports --no-cache
 	@echo "== shape";       $(PY) -m pytest -q --no-header tests/test_shape.py
 
-unit: setup ## every test that starts no engine
-	@$(PY) -m pytest -m "not e2e"
+unit: setup ## every test that starts no engine and looks at no other vLLM release
+	@$(PY) -m pytest -m "not e2e and not sources"
 
-e2e: setup-sources ## the tests that run real vLLM
-	@$(PY) -m pytest -m e2e
+e2e: setup-sources ## the tests that run real vLLM, and those on the sources of other releases
+	@$(PY) -m pytest -m "e2e or sources"
 
 test: setup-sources check ## everything that CI runs; the last line is the summary
 	@$(PY) -m pytest
