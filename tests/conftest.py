@@ -31,3 +31,12 @@ def _cost(item):
     if item.get_closest_marker("e2e") is not None:
         return 2
     return int(item.get_closest_marker("sources") is not None)
+
+
+@pytest.fixture(scope="session")
+def model_folder():
+    """Return the folder of the small real model that `make setup` makes."""
+    folder = ROOT / ".stack" / "model"
+    if not (folder / "config.json").is_file():
+        pytest.fail("no model: run `make setup`")
+    return folder
