@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +67,7 @@ class Pool:
         )
         self.flat = self.tensor.numpy().reshape(-1)
         self.copier = open_copier([self.run_of(region, case, blocks) for region in range(REGIONS)])
-        self.copier.warm_up()
+        self.copier.warm_up(fidelity=EXACT)
         self.blocks = source.permutation(blocks).astype(np.int64).reshape(self.count, case.blocks)
         arena_bytes = align_up(self.count * self.size, 4096)
         self.arena = Arena.create(arena_bytes, arena_bytes)
@@ -139,26 +139,37 @@ class Pool:
 
     def store(self) -> None:
         """Store every chunk as the worker half does."""
-        for index in range(self.count):
-            _, slot = self.parts(index)
-            (total,) = self.copier.store([self.blocks[index]], [slot], fidelity=EXACT, after=None)
-            self.seals[index] = seal.finish(total, KEY, 0, self.size)
+        for batch in self.batches():
+            totals = self.copier.store(
+                [self.blocks[index] for index in batch],
+                [self.parts(index)[1] for index in batch],
+                fidelity=EXACT,
+                after=None,
+            )
+            for index, total in zip(batch, totals, strict=True):
+                self.seals[index] = seal.finish(total, KEY, 0, self.size)
 
     def load(self) -> None:
         """Load every chunk as the worker half does, verified."""
-        for index in range(self.count):
-            _, slot = self.parts(index)
-            wanted = self.seals[index]
+        for batch in self.batches():
+
+            def is_sealed(at: int, total: int, first: int = batch.start) -> bool:
+                return seal.finish(total, KEY, 0, self.size) == self.seals[first + at]
+
             good = self.copier.load(
-                [slot],
-                [self.blocks[index]],
+                [self.parts(index)[1] for index in batch],
+                [self.blocks[index] for index in batch],
                 fidelity=EXACT,
-                is_sealed=lambda _, total, wanted=wanted: (
-                    seal.finish(total, KEY, 0, self.size) == wanted
-                ),
+                is_sealed=is_sealed,
                 after=None,
             )
-            assert good == 1, index
+            assert good == len(batch), (batch, good)
+
+    def batches(self) -> Iterator[range]:
+        """Give all chunks in the batches that the copier likes."""
+        width = self.copier.batch_chunks
+        for start in range(0, self.count, width):
+            yield range(start, min(start + width, self.count))
 
 
 WAYS = {
