@@ -72,6 +72,7 @@ def impatience(patience, monkeypatch):
     """Here deadlines are what the tests are about."""
     monkeypatch.setattr("kvcellar.engines.vllm.stores.RESERVE_TIMEOUT_S", 0.3)
     monkeypatch.setattr("kvcellar.engines.vllm.stores.PUT_OFF_S", 0.05)
+    monkeypatch.setattr("tests.engines.vllm.toy_worker.WAIT_S", 0.2)
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_what_a_dead_server_answered_is_not_loaded_from_its_successor(toy, cella
         engine.ask(text)
         engine.settle()
         engine.reset()
-        engine.add(prompt(500), 60)
+        engine.add(prompt(500), 120)
         engine.run_until(lambda: engine.scheduler.running)
         engine.add(text)
         engine.run_until(lambda: engine.half.holdings.count()[0] == 1)
@@ -230,8 +231,8 @@ def test_offers_to_a_frozen_server_are_withdrawn(toy, cellar, prompt):
     cellar.start()
     with ToyEngine(toy, cellar.port) as engine:
         engine.wait_bound()
-        request_id = engine.add(prompt(100), 3)
-        engine.step()
+        request_id = engine.add(prompt(200), 3)
+        engine.run_until(lambda: engine.scheduler.running)
         cellar.freeze()
         engine.run_until(lambda: engine.asked[request_id].is_over)
         engine.settle()

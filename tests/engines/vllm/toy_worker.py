@@ -17,7 +17,7 @@ from kvcellar.errors import KVCellarError
 from kvcellar.layout.shard import PageRegion, ShardLayout
 from kvcellar.protocol.messages import REF_BYTES, Abort, Commit, Damaged, Role
 
-WAIT_S = 0.2
+WAIT_S = 20.0
 
 
 def seal_of(key, rank, data):
