@@ -139,6 +139,32 @@ def test_a_load_fills_the_wanted_blocks_and_touches_nothing_else(engine, memory,
     assert [seal.finish(value, KEY, 0, length) for value in sums] == [seal.seal(shard, KEY, 0)]
 
 
+def test_runs_of_several_storages_share_a_slot_in_their_order(engine):
+    """Engines may give each layer its own memory, and in any order; here both at once."""
+    first = Memory([64, 32, 96], [4, 8, 0], block_count=4, packed=False, seed=1)
+    other = Memory([128], [0], block_count=5, packed=True, seed=2)
+    runs = [first.runs[1], first.runs[0], other.runs[0], first.runs[2]]
+    homes = [first, first, other, first]
+    copier = CpuCopier(runs)
+    slot = slot_of(bytes(320 * 2))
+    (partial,) = copier.store([ids([3, 1])], [slot], fidelity=EXACT, after=None)
+    stored = b"".join(
+        home.bytes()[home.span(run, block)]
+        for home, run in zip(homes, runs, strict=True)
+        for block in (3, 1)
+    )
+    assert bytes(slot) == stored
+    assert seal.finish(partial, KEY, 0, 640) == seal.seal(stored, KEY, 0)
+    good = copier.load(
+        [slot], [ids([0, 2])], fidelity=EXACT, is_sealed=lambda _, v: v == partial, after=None
+    )
+    assert good == 1
+    for home, run in zip(homes, runs, strict=True):
+        whole = home.bytes()
+        assert whole[home.span(run, 0)] == whole[home.span(run, 3)]
+        assert whole[home.span(run, 2)] == whole[home.span(run, 1)]
+
+
 @settings(max_examples=40, suppress_health_check=STEADY)
 @given(memory=memories(), data=st.data())
 def test_a_load_whose_seal_is_wrong_leaves_no_byte_of_the_slot(engine, memory, data):

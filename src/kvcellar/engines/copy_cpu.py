@@ -4,13 +4,15 @@ With numba a compiled loop moves each word once and sums it on the way, without 
 then writes pages before it knows the sum: nobody reads them meanwhile (they belong to a request
 that waits for this load), and if the seal does not match they are made zero, because damaged bytes
 can be NaNs, which an attention kernel lets through where it masks. Verifying first would read
-every slot twice. Without numba, or for pages whose bytes are no whole words, numpy sums and copies
-one after the other. Opened by `engines.copy`.
+every slot twice. A whole chunk is one call, because each return from the loop waits for the GIL,
+which the engine's own threads hold for milliseconds at a time. Without numba, or for pages whose
+bytes are no whole words, numpy sums and copies one after the other. Opened by `engines.copy`.
 """
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,31 +35,33 @@ __all__ = ["CpuCopier", "PageKernels", "page_kernels"]
 
 Words = npt.NDArray[np.uint32]
 Weights = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
 
 
-class _Pages(NamedTuple):
-    """One run as numpy sees it.
+class _Span(NamedTuple):
+    """Runs that follow one another in a slot and lie in one storage, for the compiled loops.
 
     Attributes:
-        matrix: uint8, shape [blocks, page bytes], strided.
-        words: uint32, the run from its first byte to its last, contiguous; None where pages are no
-            whole words.
-        stride_words: from one block to the next.
+        words: uint32, the storage from the runs' first byte to their last, contiguous.
+        places: int64, shape [runs, 3]: where block 0 begins in `words`, from one block to the
+            next, and the length of a page, all in words.
+        block_bytes: bytes of one block over these runs.
     """
 
-    matrix: npt.NDArray[np.uint8]
-    words: Words | None
-    stride_words: int
+    words: Words
+    places: Places
+    block_bytes: int
 
 
 class PageKernels(NamedTuple):
-    """The compiled loops over a run's pages; each returns its part of the slot's sum.
+    """The compiled loops over the pages of a span; each returns its part of the slot's sum.
 
     Attributes:
-        gather: (run, stride, blocks, target, lanes, first) -> sum, all counts in words.
-        scatter: (source, run, stride, blocks, lanes, first) -> sum.
+        gather: (words, places, blocks, target, lanes, first) -> sum; `target` is the span's part
+            of the slot and `first` the index of its first word there.
+        scatter: (source, words, places, blocks, lanes, first) -> sum.
     """
 
     gather: Callable[..., int]
@@ -73,10 +77,10 @@ class CpuCopier:
     """A CPU's attention packs pages as it likes: there are no vectors to scale in them."""
 
     def __init__(self, runs: Sequence[PageRun]) -> None:
-        self._pages = [_view(run) for run in runs]
+        self._pages = [_pages_of(run) for run in runs]
+        self._spans = _spans_of(runs)
         self._block_count = min(run.block_count for run in runs)
         self._lock = threading.Lock()
-        self._are_words = all(pages.words is not None for pages in self._pages)
         self._block_bytes = sum(run.page_bytes for run in runs)
 
     def shard_bytes(self, chunk_blocks: int, *, fidelity: str) -> int:
@@ -123,26 +127,15 @@ class CpuCopier:
     def _store(self, blocks: BlockIds, slot: SlotBytes) -> int:
         self._check(blocks, slot, lowest=0)
         kernels = self._kernels()
-        total = position = 0
-        for pages in self._pages:
-            size = len(blocks) * pages.matrix.shape[1]
-            target = slot[position : position + size]
-            if kernels is None:
-                target = target.reshape(len(blocks), -1)
-                np.take(pages.matrix, blocks, axis=0, out=target, mode="clip")
-            else:
-                total += int(
-                    kernels.gather(
-                        pages.words,
-                        pages.stride_words,
-                        blocks,
-                        target.view(np.uint32),
-                        seal.lane_weights(),
-                        position // seal.WORD_BYTES,
-                    )
-                )
-            position += size
-        return seal.partial_sum(slot, 0) if kernels is None else total & _MASK
+        if kernels is None:
+            self._gather(blocks, slot)
+            return seal.partial_sum(slot, 0)
+        total = 0
+        for span, part, first in self._parts(blocks, slot):
+            total += int(
+                kernels.gather(span.words, span.places, blocks, part, seal.lane_weights(), first)
+            )
+        return total & _MASK
 
     def _load(self, slot: SlotBytes, blocks: BlockIds, *, is_sealed: Callable[[int], bool]) -> bool:
         self._check(blocks, slot, lowest=NOT_WRITTEN)
@@ -152,24 +145,15 @@ class CpuCopier:
                 return False
             self._scatter(slot, blocks)
             return True
-        total = position = 0
-        for pages in self._pages:
-            size = len(blocks) * pages.matrix.shape[1]
+        total = 0
+        for span, part, first in self._parts(blocks, slot):
             total += int(
-                kernels.scatter(
-                    slot[position : position + size].view(np.uint32),
-                    pages.words,
-                    pages.stride_words,
-                    blocks,
-                    seal.lane_weights(),
-                    position // seal.WORD_BYTES,
-                )
+                kernels.scatter(part, span.words, span.places, blocks, seal.lane_weights(), first)
             )
-            position += size
         if is_sealed(total & _MASK):
             return True
         for pages in self._pages:
-            pages.matrix[blocks[blocks != NOT_WRITTEN]] = 0
+            pages[blocks[blocks != NOT_WRITTEN]] = 0
         return False
 
     def warm_up(self, *, fidelity: str) -> None:
@@ -185,43 +169,74 @@ class CpuCopier:
             size_bytes=len(blocks) * self._block_bytes,
         )
 
+    def _parts(self, blocks: BlockIds, slot: SlotBytes) -> Iterator[tuple[_Span, Words, int]]:
+        """Yield each span, its words of the slot, and the index of the first of them."""
+        words = slot.view(np.uint32)
+        first = 0
+        for span in self._spans:
+            count = len(blocks) * span.block_bytes // seal.WORD_BYTES
+            yield span, words[first : first + count], first
+            first += count
+
+    def _gather(self, blocks: BlockIds, slot: SlotBytes) -> None:
+        position = 0
+        for pages in self._pages:
+            size = len(blocks) * pages.shape[1]
+            target = slot[position : position + size].reshape(len(blocks), -1)
+            np.take(pages, blocks, axis=0, out=target, mode="clip")
+            position += size
+
     def _scatter(self, slot: SlotBytes, blocks: BlockIds) -> None:
         wanted = blocks != NOT_WRITTEN
         position = 0
         for pages in self._pages:
-            size = len(blocks) * pages.matrix.shape[1]
+            size = len(blocks) * pages.shape[1]
             source = slot[position : position + size].reshape(len(blocks), -1)
-            pages.matrix[blocks[wanted]] = source if wanted.all() else source[wanted]
+            pages[blocks[wanted]] = source if wanted.all() else source[wanted]
             position += size
 
     def _kernels(self) -> PageKernels | None:
         """Return the compiled loops, None where numpy has to do; waits for who compiles."""
-        if not self._are_words:
+        if not self._spans:
             return None
         with self._lock:
             return page_kernels()
 
 
-def _view(run: PageRun) -> _Pages:
-    """Return a run's memory without a copy; the arrays keep it alive."""
-    matrix = _bytes_of(run, (run.block_count, run.page_bytes), (run.stride_bytes, 1))
-    span_bytes = (run.block_count - 1) * run.stride_bytes + run.page_bytes
-    flat = _bytes_of(run, (span_bytes,), (1,))
-    address = flat.__array_interface__["data"][0]
-    numbers = (run.page_bytes, run.stride_bytes, address)
-    is_words = all(number % seal.WORD_BYTES == 0 for number in numbers)
-    return _Pages(
-        matrix=matrix,
-        words=flat.view(np.uint32) if is_words else None,
-        stride_words=run.stride_bytes // seal.WORD_BYTES,
+def _pages_of(run: PageRun) -> npt.NDArray[np.uint8]:
+    """Return a run's pages without a copy, shape [blocks, page bytes]; keeps the memory alive."""
+    shape, strides = (run.block_count, run.page_bytes), (run.stride_bytes, 1)
+    return _bytes_of(run, run.offset_bytes, shape, strides)
+
+
+def _spans_of(runs: Sequence[PageRun]) -> list[_Span]:
+    """Return the runs' spans; none where the bytes of some run are no whole words."""
+    numbers = [(run.offset_bytes, run.stride_bytes, run.page_bytes) for run in runs]
+    addresses = [(run.storage.data_ptr(),) for run in runs]
+    if any(number % seal.WORD_BYTES for run in (*numbers, *addresses) for number in run):
+        return []
+    groups = itertools.groupby(runs, lambda run: run.storage.data_ptr())
+    return [_span_of(list(group)) for _, group in groups]
+
+
+def _span_of(runs: list[PageRun]) -> _Span:
+    start = min(run.offset_bytes for run in runs)
+    end = max(
+        run.offset_bytes + (run.block_count - 1) * run.stride_bytes + run.page_bytes for run in runs
+    )
+    places = [(run.offset_bytes - start, run.stride_bytes, run.page_bytes) for run in runs]
+    return _Span(
+        words=_bytes_of(runs[0], start, (end - start,), (1,)).view(np.uint32),
+        places=np.array(places, dtype=np.int64) // seal.WORD_BYTES,
+        block_bytes=sum(run.page_bytes for run in runs),
     )
 
 
 def _bytes_of(
-    run: PageRun, shape: tuple[int, ...], strides: tuple[int, ...]
+    run: PageRun, offset_bytes: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> npt.NDArray[np.uint8]:
     tensor = torch.empty(0, dtype=torch.uint8)
-    tensor.set_(run.storage, run.offset_bytes, shape, strides)
+    tensor.set_(run.storage, offset_bytes, shape, strides)
     array: npt.NDArray[np.uint8] = tensor.numpy()
     return array
 
@@ -237,35 +252,40 @@ def page_kernels() -> PageKernels | None:
     copy_words, sum_words = kernels.copy_words, kernels.sum_words
 
     def gather(
-        run: Words, stride: int, blocks: BlockIds, target: Words, lanes: Weights, first: int
+        memory: Words, places: Places, blocks: BlockIds, target: Words, lanes: Weights, first: int
     ) -> np.uint64:
-        width = target.size // blocks.size
-        total = np.uint64(0)
-        for index in range(blocks.size):
-            start = blocks[index] * stride
-            page = target[index * width : (index + 1) * width]
-            total += copy_words(run[start : start + width], page, lanes, first + index * width)
+        total, at = np.uint64(0), 0
+        for run in range(places.shape[0]):
+            begin, stride, width = places[run, 0], places[run, 1], places[run, 2]
+            for index in range(blocks.size):
+                start = begin + blocks[index] * stride
+                page = target[at : at + width]
+                total += copy_words(memory[start : start + width], page, lanes, first + at)
+                at += width
         return total
 
     def scatter(
-        source: Words, run: Words, stride: int, blocks: BlockIds, lanes: Weights, first: int
+        source: Words, memory: Words, places: Places, blocks: BlockIds, lanes: Weights, first: int
     ) -> np.uint64:
-        width = source.size // blocks.size
-        total = np.uint64(0)
-        for index in range(blocks.size):
-            page = source[index * width : (index + 1) * width]
-            start = blocks[index] * stride
-            if start < 0:
-                total += sum_words(page, lanes, first + index * width)
-            else:
-                total += copy_words(page, run[start : start + width], lanes, first + index * width)
+        total, at = np.uint64(0), 0
+        for run in range(places.shape[0]):
+            begin, stride, width = places[run, 0], places[run, 1], places[run, 2]
+            for index in range(blocks.size):
+                start = begin + blocks[index] * stride
+                page = source[at : at + width]
+                if blocks[index] < 0:
+                    total += sum_words(page, lanes, first + at)
+                else:
+                    total += copy_words(page, memory[start : start + width], lanes, first + at)
+                at += width
         return total
 
     words = types.Array(types.uint32, 1, "C")
+    places = types.Array(types.int64, 2, "C")
     blocks = types.Array(types.int64, 1, "C")
     lanes = types.Array(types.uint64, 1, "C", readonly=True)
-    number = types.int64
+    first = types.int64
     return PageKernels(
-        njit(types.uint64(words, number, blocks, words, lanes, number), nogil=True)(gather),
-        njit(types.uint64(words, words, number, blocks, lanes, number), nogil=True)(scatter),
+        njit(types.uint64(words, places, blocks, words, lanes, first), nogil=True)(gather),
+        njit(types.uint64(words, words, places, blocks, lanes, first), nogil=True)(scatter),
     )
