@@ -70,9 +70,17 @@ class Cellar(Program):
 
     def status(self) -> dict[str, object]:
         """Read /status."""
-        reply = self.http.get("/status")
-        assert reply.status_code == 200, reply.text
-        return reply.json()
+        return self._page("/status").json()
+
+    def _page(self, path: str) -> httpx.Response:
+        """Read a page, again while it says 503: the control loop may starve on a busy machine."""
+
+        def read() -> httpx.Response | None:
+            reply = self.http.get(path)
+            assert reply.status_code in {200, 503}, reply.text
+            return reply if reply.status_code == 200 else None
+
+        return eventually(read, 3 * ANSWER_S, what=f"an answer of {path}")
 
     def objects(self) -> int:
         """Read the number of complete objects (chunks times ranks), as the guide does."""
@@ -81,7 +89,7 @@ class Cellar(Program):
     def metric(self, name: str, label: str = "") -> float:
         """Read one metric; with a label's value only that sample, else the sum over labels."""
         total = 0.0
-        for line in self.http.get("/metrics").text.splitlines():
+        for line in self._page("/metrics").text.splitlines():
             sample = _SAMPLE.match(line)
             if sample and sample["name"] == name and label in (sample["labels"] or ""):
                 total += float(sample["value"])
