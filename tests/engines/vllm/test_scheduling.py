@@ -220,14 +220,14 @@ class TestEnds:
 
     def test_requests_that_wait_hold_their_lease_and_then_load(self, engine, prompt, cellar):
         """No room for the second until the first has ended; its lease lives on by heartbeats."""
-        one, text = engine(blocks=40, running_max=2), prompt(400)
+        one, text = engine(blocks=40, running_max=2), prompt(300)
         one.ask(text)
         one.settle()
         one.reset()
         first = one.add(prompt(500), 120)
         one.run_until(lambda: one.scheduler.running)
         second = one.add(text)
-        one.run_until(lambda: one.half.holdings.count()[0] == 1)
+        one.run_until(lambda: one.half.holdings.count()[0] == 1, pace_s=0.01)
         for _ in range(3):
             seen = one.half._link.last_heartbeat
             eventually(lambda seen=seen: one.half._link.last_heartbeat is not seen)
@@ -235,17 +235,17 @@ class TestEnds:
         assert not one.asked[first].is_over
         one.settle()
         assert one.asked[second].is_over
-        assert one.loaded_tokens == 384
+        assert one.loaded_tokens == 288
 
     def test_an_aborted_request_gives_its_lease_back(self, engine, prompt, cellar):
-        one, text = engine(blocks=40, running_max=2), prompt(400)
+        one, text = engine(blocks=40, running_max=2), prompt(300)
         one.ask(text)
         one.settle()
         one.reset()
         one.add(prompt(500), 120)
         one.run_until(lambda: one.scheduler.running)
         second = one.add(text)
-        one.run_until(lambda: one.half.holdings.count()[0] == 1)
+        one.run_until(lambda: one.half.holdings.count()[0] == 1, pace_s=0.01)
         one.abort(second)
         eventually(lambda: cellar.status()["kvcellar"]["leases"] == 0, timeout_s=1.0)
 

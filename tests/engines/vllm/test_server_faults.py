@@ -164,7 +164,7 @@ def test_a_request_that_runs_stores_everything_anew_at_the_next_server(toy, cell
 
 def test_what_a_dead_server_answered_is_not_loaded_from_its_successor(toy, cellar, prompt):
     """The second request has its answer and waits for room while the server is replaced."""
-    text = prompt(400)
+    text = prompt(300)
     cellar.start()
     with ToyEngine(toy, cellar.port, blocks=40, running_max=2) as engine:
         engine.wait_bound()
@@ -174,7 +174,7 @@ def test_what_a_dead_server_answered_is_not_loaded_from_its_successor(toy, cella
         engine.add(prompt(500), 120)
         engine.run_until(lambda: engine.scheduler.running)
         engine.add(text)
-        engine.run_until(lambda: engine.half.holdings.count()[0] == 1)
+        engine.run_until(lambda: engine.half.holdings.count()[0] == 1, pace_s=0.01)
         cellar.kill()
         cellar.start()
         eventually(lambda: engine.half._link.session)
@@ -199,6 +199,24 @@ def test_an_answer_that_is_late_but_in_time_is_still_a_hit(toy, cellar, prompt):
         cellar.thaw()
         engine.settle()
         assert engine.loaded_tokens == 192
+
+
+def test_an_answer_that_comes_too_late_is_given_back_at_once(toy, cellar, prompt):
+    """Long before the heartbeat that would do it as well."""
+    text = prompt(100)
+    cellar.start()
+    options = {"kvcellar.lookup_timeout_s": 0.1, "kvcellar.heartbeat_s": 60}
+    with ToyEngine(toy, cellar.port, options=options) as engine:
+        engine.wait_bound()
+        engine.ask(text)
+        engine.settle()
+        engine.reset()
+        cellar.freeze()
+        assert engine.ask(text, params={"kvcellar.skip_save": True})[1] == 0
+        cellar.thaw()
+        granted = "kvcellar_lookup_hit_chunks_total"
+        eventually(lambda: cellar.server.status()["metrics"][granted] == 3)
+        eventually(lambda: cellar.held() == (0, 0), timeout_s=2.0)
 
 
 def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cellar, prompt):

@@ -157,11 +157,13 @@ class ToyEngine:
         elif self.flying:
             self._end_step(self.flying.popleft())
 
-    def run_until(self, condition, *, timeout_s=WAIT_S):
+    def run_until(self, condition, *, timeout_s=WAIT_S, pace_s=0.0):
+        """Step until something is true; with a pace, like a model that takes its time."""
         end_s = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < end_s, self.describe()
             self.step()
+            time.sleep(pace_s)
             if not self.scheduler.running:
                 time.sleep(0.0005)  # As vLLM does in steps without tokens.
 

@@ -106,6 +106,8 @@ class Exchange:
         """Stop waiting; whatever the reply grants when it comes is handed back."""
         session = question.session
         session.forget(question.request_id, lambda reply: self._hand_back(session, reply))
+        # An engine that falls idle reads no replies: with a heartbeat out the link does.
+        self._link.poke()
 
     def release(self, session: Session, lease: int) -> None:
         """Give a lease back; 0 is none."""
@@ -130,9 +132,10 @@ class Exchange:
             self.cancel(session, reply.reservation)
 
     def _tell(self, session: Session, make: Callable[[int], Request]) -> None:
-        # Not sent means that the connection is gone, or that the next heartbeat, which no longer
-        # lists the handle, does the same.
         try:
             session.forget(session.post(make, timeout_s=TELL_TIMEOUT_S))
-        except (PeerClosedError, TimeoutExpiredError):
+        except PeerClosedError:
             return
+        except TimeoutExpiredError:
+            # A heartbeat that does not list the handle does the same.
+            self._link.poke()

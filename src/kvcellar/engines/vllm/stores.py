@@ -17,7 +17,7 @@ from kvcellar.engines.vllm.holdings import Holdings
 from kvcellar.engines.vllm.metadata import JobResult, StoreJob
 from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.requests import RequestState
-from kvcellar.errors import KVCellarError
+from kvcellar.errors import KVCellarError, PeerClosedError, TimeoutExpiredError
 from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import ChunkState, Reserve, ReserveReply
 
@@ -63,7 +63,9 @@ class _Offer:
     first: int
     keys: list[bytes]
     blocks: list[list[int]]
-    question: Question
+    parent: bytes
+    deadline_s: float
+    question: Question | None = None
 
 
 @dataclass(eq=False)
@@ -116,7 +118,7 @@ class Stores:
         return self._clock.monotonic_s() - self._active_s < QUIET_S
 
     def offer(self, state: RequestState, bound: Bound, *, chunk_count: int) -> None:
-        """Offer a request's chunks up to `chunk_count` that have not been offered, and pin them.
+        """Pin a request's chunks up to `chunk_count` that were not offered; `collect` sends them.
 
         Args:
             state: the request; its block table covers those chunks, computed by this step or
@@ -137,13 +139,6 @@ class Stores:
         if fitting <= 0:
             return
         stop, block_ids = first + fitting, block_ids[: fitting * width]
-        keys = chain.joined(first, stop)
-        parent = bytes(chain.key(first - 1)) if first else b""
-        question = self._exchange.ask(
-            bound.session, lambda id_: Reserve(id_, keys, parent), timeout_s=RESERVE_TIMEOUT_S
-        )
-        if question is None:
-            return
         self._pins.pin(block_ids)
         state.next_chunk = stop
         state.receipt.open_job()
@@ -156,16 +151,20 @@ class Stores:
                 first,
                 [bytes(chain.key(index)) for index in range(first, stop)],
                 [block_ids[at : at + width] for at in range(0, len(block_ids), width)],
-                question,
+                parent=bytes(chain.key(first - 1)) if first else b"",
+                deadline_s=now_s + RESERVE_TIMEOUT_S,
             )
         )
 
     def collect(self) -> list[StoreJob]:
         """Return a job for each offer that the server has answered and wants something of."""
+        for offer in self._offers:
+            if offer.question is None:
+                self._send(offer)
         jobs, waiting = [], []
         for offer in self._offers:
             try:
-                reply = self._exchange.collect(offer.question)
+                reply = self._reply(offer)
             except KVCellarError as error:
                 self._binder.heed(offer.bound, error)
                 self.counts.lost += len(offer.keys)
@@ -175,7 +174,6 @@ class Stores:
             if reply is None:
                 waiting.append(offer)
                 continue
-            assert isinstance(reply, ReserveReply), type(reply)
             job = self._start(offer, reply)
             if job is not None:
                 jobs.append(job)
@@ -185,7 +183,8 @@ class Stores:
     def drop_offers(self) -> None:
         """Let go of every offer that the server has not answered."""
         for offer in self._offers:
-            self._exchange.drop(offer.question)
+            if offer.question is not None:
+                self._exchange.drop(offer.question)
             self.counts.lost += len(offer.keys)
             self._let_go(offer)
         self._offers = []
@@ -206,6 +205,26 @@ class Stores:
         receipt.stored.add(result, token_count=store.chunk_count * bound.chunk_tokens)
         receipt.close_job()
         return True
+
+    def _send(self, offer: _Offer) -> None:
+        """Send an offer; where that cannot be done now, the next step tries again."""
+        keys, parent = b"".join(offer.keys), offer.parent
+        offer.question = self._exchange.ask(
+            offer.bound.session,
+            lambda id_: Reserve(id_, keys, parent),
+            timeout_s=RESERVE_TIMEOUT_S,
+        )
+
+    def _reply(self, offer: _Offer) -> ReserveReply | None:
+        if offer.question is None:
+            if not offer.bound.session.is_open:
+                raise PeerClosedError("the connection is gone")
+            if self._clock.monotonic_s() >= offer.deadline_s:
+                raise TimeoutExpiredError("the offer could not be sent")
+            return None
+        reply = self._exchange.collect(offer.question)
+        assert reply is None or isinstance(reply, ReserveReply), type(reply)
+        return reply
 
     def _start(self, offer: _Offer, reply: ReserveReply) -> StoreJob | None:
         self._active_s = self._clock.monotonic_s()
