@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcellar.bench.figures import median
-from kvcellar.bench.node import Node, free_port
+from kvcellar.bench.node import CHUNK_TOKENS, Node, free_port
 from kvcellar.bench.options import Effort
 from kvcellar.bench.peer import Peer
 from kvcellar.bench.programs import BenchError, Programs
@@ -39,7 +39,6 @@ __all__ = ["measure_first_token"]
 
 _L1_GB = 2.0
 _READY_S = 240.0
-_CHUNK_TOKENS = 256
 _WARM_UP_TOKENS = 600
 _HITS = "vllm:external_prefix_cache_hits_total"
 _AIM_S = 0.1
@@ -67,6 +66,7 @@ class _Setup:
         environment: variables to set.
         transfer: what `--kv-transfer-config` says.
         node: the layer's server.
+        chunk_tokens: of the layer.
     """
 
     name: str
@@ -74,6 +74,7 @@ class _Setup:
     environment: Mapping[str, str]
     transfer: dict[str, object]
     node: Node
+    chunk_tokens: int
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,19 @@ def measure_first_token(
         BenchError: our own part could not be measured. The peer's is then a note.
     """
     engine = functools.partial(_measure, programs, root, effort=effort, clock=clock, say=say)
-    measured = [("kvcellar", engine(_ours(programs)))]
+    measured = [
+        (f"kvcellar, chunks of {size}", engine(_ours(programs, size)))
+        for size in effort.chunk_tokens
+    ]
     notes = [
         "own hit: vLLM's own prefix cache, in the same engine.",
-        f"own at chunk: the same, with only the layer's chunks of {_CHUNK_TOKENS} tokens shared.",
+        "own at chunk: the same, where only as many tokens are shared as the layer has chunks of.",
         f"behind: the layer's hit behind that; aim {_AIM_S} s.",
     ]
     try:
         peer.check()
-        measured.append((peer.name, engine(_peers(programs, peer))))
+        name = f"{peer.name}, chunks of {CHUNK_TOKENS}"
+        measured.append((name, engine(_peers(programs, peer))))
     except BenchError as error:
         notes.append(f"{peer.name} was not measured: {error.summary}")
     rows: list[tuple[Cell, ...]] = []
@@ -132,15 +137,16 @@ def measure_first_token(
     return Table("ttft", title, columns, tuple(rows), tuple(notes))
 
 
-def _ours(programs: Programs) -> _Setup:
-    node = Node.start(programs, "ttft-server", l1_gb=_L1_GB)
+def _ours(programs: Programs, chunk_tokens: int) -> _Setup:
+    node = Node.start(programs, "ttft-server", l1_gb=_L1_GB, chunk_tokens=chunk_tokens)
     extra: dict[str, object] = {"kvcellar.host": "127.0.0.1", "kvcellar.port": node.port}
     return _Setup(
-        name="ttft-engine",
+        name=f"ttft-engine-{chunk_tokens}",
         serve=[sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"],
         environment={},
         transfer=_transfer("KVCellarConnector", extra),
         node=node,
+        chunk_tokens=chunk_tokens,
     )
 
 
@@ -154,6 +160,7 @@ def _peers(programs: Programs, peer: Peer) -> _Setup:
         environment=environment,
         transfer=_transfer("LMCacheMPConnector", extra),
         node=node,
+        chunk_tokens=CHUNK_TOKENS,
     )
 
 
@@ -174,7 +181,7 @@ def _measure(
     environment = {**_ENVIRONMENT, **cache, **setup.environment}
     program = programs.start(setup.name, words, environment=environment)
     programs.wait_until(program, lambda: is_healthy(port, "/health"), timeout_s=_READY_S)
-    once = functools.partial(_times, port, setup.node, clock)
+    once = functools.partial(_times, port, setup, clock)
     # The first prompt of an engine pays for what is made only once.
     once(_WARM_UP_TOKENS)
     found = {}
@@ -194,14 +201,15 @@ def _measure(
     return found
 
 
-def _times(port: int, node: Node, clock: Clock, tokens: int) -> _Times:
+def _times(port: int, setup: _Setup, clock: Clock, tokens: int) -> _Times:
     """Send one new prompt three times, and one that shares its chunks."""
     prompt, other = _random_tokens(tokens), _random_tokens(tokens)
-    chunks = (tokens - 1) // _CHUNK_TOKENS
-    shared = chunks * _CHUNK_TOKENS
-    objects = stored_objects(node.http_port)
+    http_port = setup.node.http_port
+    chunks = (tokens - 1) // setup.chunk_tokens
+    shared = chunks * setup.chunk_tokens
+    objects = stored_objects(http_port)
     cold_s = first_token(port, prompt, clock=clock)
-    wait_until_stored(node.http_port, objects_min=objects + chunks, clock=clock)
+    wait_until_stored(http_port, objects_min=objects + chunks, clock=clock)
     own_s = first_token(port, prompt, clock=clock)
     same_s = first_token(port, prompt[:shared] + other[shared:], clock=clock)
     reset_prefix_cache(port)

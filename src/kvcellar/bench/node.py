@@ -12,8 +12,10 @@ from typing import Self
 from kvcellar.bench.programs import Program, Programs
 from kvcellar.bench.web import is_healthy
 
-__all__ = ["Node", "free_port"]
+__all__ = ["CHUNK_TOKENS", "Node", "free_port"]
 
+CHUNK_TOKENS = 256
+"""Tokens a chunk, in both products where nothing else is said."""
 _READY_S = 60.0
 
 
@@ -44,16 +46,22 @@ class Node:
         return f"http://127.0.0.1:{self.http_port}/metrics"
 
     @classmethod
-    def start(cls, programs: Programs, name: str, *, l1_gb: float) -> Self:
+    def start(
+        cls, programs: Programs, name: str, *, l1_gb: float, chunk_tokens: int = CHUNK_TOKENS
+    ) -> Self:
         """Start `kvcellar server` and wait until it is healthy."""
-        node = cls.launch(programs, name, l1_gb=l1_gb)
+        node = cls.launch(programs, name, l1_gb=l1_gb, chunk_tokens=chunk_tokens)
         node.wait_until_healthy(programs)
         return node
 
     @classmethod
-    def launch(cls, programs: Programs, name: str, *, l1_gb: float) -> Self:
+    def launch(
+        cls, programs: Programs, name: str, *, l1_gb: float, chunk_tokens: int = CHUNK_TOKENS
+    ) -> Self:
         """Start `kvcellar server` and return at once."""
-        return cls.launch_as(programs, name, [sys.executable, "-m", "kvcellar", "server"], l1_gb)
+        words = [sys.executable, "-m", "kvcellar", "server"]
+        words += ["--chunk-size", str(chunk_tokens)]
+        return cls.launch_as(programs, name, words, l1_gb=l1_gb)
 
     @classmethod
     def launch_as(
@@ -61,14 +69,15 @@ class Node:
         programs: Programs,
         name: str,
         words: list[str],
+        *,
         l1_gb: float,
         environment: dict[str, str] | None = None,
     ) -> Self:
-        """Start a server by its command, which gets the flags that both products have."""
+        """Start a server by its command, which gets the flags that each of them needs."""
         port, http_port = free_port(), free_port()
         flags = ["--host", "127.0.0.1", "--port", str(port)]
         flags += ["--http-host", "127.0.0.1", "--http-port", str(http_port)]
-        flags += ["--l1-size-gb", f"{l1_gb:g}", "--eviction-policy", "LRU", "--chunk-size", "256"]
+        flags += ["--l1-size-gb", f"{l1_gb:g}", "--eviction-policy", "LRU"]
         program = programs.start(name, [*words, *flags], environment=environment)
         return cls(program, port, http_port)
 

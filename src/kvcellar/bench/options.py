@@ -24,6 +24,7 @@ class Effort:
         stored_keys: keys that are stored to find the memory a key takes.
         prompt_tokens: lengths of the prompts sent to vLLM.
         prompts: prompts of each length; the median is shown.
+        chunk_tokens: chunk sizes of our server; LMCache's is measured with the first.
         starts: times that a server is started; the median is shown.
     """
 
@@ -32,11 +33,28 @@ class Effort:
     stored_keys: int
     prompt_tokens: tuple[int, ...]
     prompts: int
+    chunk_tokens: tuple[int, ...]
     starts: int
 
 
-_FULL = Effort(15, 4.0, 200_000, (2_000, 4_000), 3, 5)
-_QUICK = Effort(5, 0.5, 20_000, (600,), 1, 1)
+_FULL = Effort(
+    copy_rounds=15,
+    lookup_s=4.0,
+    stored_keys=200_000,
+    prompt_tokens=(2_000, 4_000),
+    prompts=3,
+    chunk_tokens=(256, 128),
+    starts=5,
+)
+_QUICK = Effort(
+    copy_rounds=5,
+    lookup_s=0.5,
+    stored_keys=20_000,
+    prompt_tokens=(600,),
+    prompts=1,
+    chunk_tokens=(256,),
+    starts=1,
+)
 
 
 @dataclass(frozen=True)

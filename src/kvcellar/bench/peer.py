@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcellar.bench.node import Node
+from kvcellar.bench.node import CHUNK_TOKENS, Node
 from kvcellar.bench.programs import BenchError, Programs
 
 __all__ = ["Peer"]
@@ -101,7 +101,8 @@ class Peer:
         """Start its server and return at once."""
         words = [str(self.python), "-m", "lmcache.cli.main", "server"]
         words += ["--supported-transfer-mode", "auto", "--shm-name", _SEGMENT]
-        return Node.launch_as(programs, name, words, l1_gb, _ENVIRONMENT)
+        words += ["--chunk-size", str(CHUNK_TOKENS)]
+        return Node.launch_as(programs, name, words, l1_gb=l1_gb, environment=_ENVIRONMENT)
 
     def lookups(
         self, programs: Programs, node: Node, key_counts: Sequence[int], *, seconds: float
