@@ -75,6 +75,7 @@ def test_every_flag_is_heard(tmp_path):
         (("--l1-size-gb", "lots", "--eviction-policy", "LRU"), ["--l1-size-gb lots", "number"]),
         (("--l1-size-gb", "nan", "--eviction-policy", "LRU"), ["--l1-size-gb nan"]),
         (("--l1-size-gb", "inf", "--eviction-policy", "LRU"), ["--l1-size-gb inf"]),
+        (("--l1-size-gb", "1e300", "--eviction-policy", "LRU"), ["--l1-size-gb 1e300", "number"]),
         (("--l1-size-gb", "0", "--eviction-policy", "LRU"), ["more than 0"]),
         (("--l1-size-gb", "-1", "--eviction-policy", "LRU"), ["--l1-size-gb -1", "more than 0"]),
         (("--l1-size-gb", "2", "--eviction-policy", "lru"), ["did you mean LRU?"]),

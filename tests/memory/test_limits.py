@@ -198,9 +198,11 @@ def test_the_reserve_follows_the_memory(total_bytes, kept_bytes):
     assert reserve_bytes(total_bytes) == kept_bytes
 
 
-def test_an_l1_larger_than_memory_is_refused_with_both_numbers_and_the_fix():
+def test_an_l1_that_memory_cannot_hold_is_refused_with_both_numbers_and_the_fix():
     memory = Memory(20 * GIB, GIB, "the control group /x", "the machine")
-    check_l1_size(20 * GIB, memory)
+    check_l1_size(19 * GIB, memory)
+    with pytest.raises(ConfigError, match=r"less a reserve of 1\.00 GiB"):
+        check_l1_size(19 * GIB + 4096, memory)
     with pytest.raises(ConfigError) as refusal:
         check_l1_size(21 * GIB, memory)
     text = str(refusal.value)

@@ -83,6 +83,22 @@ def test_clear_empties_l1(server, web, body):
 
 
 @pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://203.0.113.5:8080"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Host": "127.0.0.1"}, 200),
+        ({"Host": "[::1]:8080"}, 200),
+    ],
+)
+def test_a_page_from_elsewhere_cannot_have_a_browser_clear_the_cache(web, headers, status):
+    assert web.post("/cache/clear", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
     ("content", "status", "named"),
     [
         (b"{", 400, "body"),
@@ -126,7 +142,12 @@ class Line:
 
 
 def app(answer, client=("127.0.0.1", 1)):
-    return TestClient(make_app(Line(answer)), client=client, raise_server_exceptions=True)
+    return TestClient(
+        make_app(Line(answer)),
+        base_url="http://localhost",
+        client=client,
+        raise_server_exceptions=True,
+    )
 
 
 @pytest.mark.parametrize("path", ["/healthcheck", "/status", "/metrics"])

@@ -87,16 +87,19 @@ def _value(field: str, flag: str, texts: Sequence[str]) -> object:
     return _CHECKS[field](flag, texts[-1])
 
 
+_SIZE_MAX_GB = 1e9
+
+
 def _size(flag: str, text: str) -> int:
     try:
         size_gb = float(text)
     except ValueError:
         size_gb = math.nan
-    if not math.isfinite(size_gb):
+    if not math.isfinite(size_gb) or size_gb > _SIZE_MAX_GB:
         raise ConfigError(f"{flag} {text}: write a number of GB, as in {flag} 20 or {flag} 0.5")
     size_bytes = bytes_from_gb(size_gb)
     if size_bytes <= 0:
-        raise ConfigError(f"{flag} {text}: must be more than 0 GB")
+        raise ConfigError(f"{flag} {text}: must be more than 0 GB, and at least a page of 4 KiB")
     return size_bytes
 
 

@@ -211,12 +211,15 @@ def check_l1_size(size_bytes: int, memory: Memory | None = None) -> None:
         ConfigError: L1 is larger than the memory there is; the message has both numbers.
     """
     memory = memory or read_memory()
-    if size_bytes <= memory.total_bytes:
+    # Growth never takes the reserve, so an L1 that needs it would wait for ever.
+    most_bytes = memory.total_bytes - reserve_bytes(memory.total_bytes)
+    if size_bytes <= most_bytes:
         return
-    most_gb = (memory.total_bytes - reserve_bytes(memory.total_bytes)) * 10 // GIB / 10
+    most_gb = most_bytes * 100 // GIB / 100
     raise ConfigError(
-        f"--l1-size-gb: an L1 of {format_bytes(size_bytes)} is larger than the memory there is, "
-        f"{format_bytes(memory.total_bytes)} (limit of {memory.total_from}); "
+        f"--l1-size-gb: an L1 of {format_bytes(size_bytes)} does not fit into the memory there is, "
+        f"{format_bytes(memory.total_bytes)} (limit of {memory.total_from}), less a reserve of "
+        f"{format_bytes(reserve_bytes(memory.total_bytes))}; "
         + (f"set --l1-size-gb to {most_gb:g} or less" if most_gb > 0 else "give it more memory")
         + ", the engines' own needs not counted"
     )

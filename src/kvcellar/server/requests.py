@@ -97,6 +97,9 @@ class Requests:
             raise
         except KVCellarError as error:
             self._meters.error_replies[error.code] += 1
+            if isinstance(request, Bind):
+                # Nothing is cached for that engine; its own log says so, and so must ours.
+                _log.warning("namespace refused", pid=client.hello.pid, reason=str(error))
             return ErrorReply(request.id, error.code, str(error))
         except Exception as error:  # noqa: BLE001 - a request ends here, the server goes on.
             return self._bug(request, error)

@@ -185,13 +185,14 @@ def test_wishes_are_read_under_the_connectors_own_names(params, wishes):
     "params",
     [
         {"lmcache.skip_save": "yes"},
+        {"lmcache.skip_save": 1},
         {"lmcache.max_offload_tokens": "many"},
         {"lmcache.max_offload_tokens": -1},
         {"lmcache.max_offload_tokens": True},
     ],
 )
-def test_a_wish_that_makes_no_sense_is_named(params):
+def test_a_wish_that_makes_no_sense_is_named_and_stores_nothing(params):
     wishes = read_wishes(params, ("kvcellar.", "lmcache."))
     ((key, value),) = params.items()
-    assert wishes == RequestWishes(problem=wishes.problem)
+    assert wishes == RequestWishes(may_save=False, problem=wishes.problem)
     assert wishes.problem.startswith(f"{key}={value!r}: write ")

@@ -42,6 +42,8 @@ class RequestWishes:
 def read_wishes(params: Mapping[str, object] | None, prefixes: tuple[str, ...]) -> RequestWishes:
     """Return a request's wishes; one that makes no sense never fails the request.
 
+    Who wishes something about storing wants less stored, so what cannot be read stores nothing.
+
     Args:
         params: the request's `kv_transfer_params`.
         prefixes: "kvcellar." and whatever other names the connector answers to.
@@ -50,15 +52,14 @@ def read_wishes(params: Mapping[str, object] | None, prefixes: tuple[str, ...]) 
     for key, value in (params or {}).items():
         name = next((key[len(at) :] for at in prefixes if key.startswith(at)), "")
         if name == "skip_save":
-            if isinstance(value, bool):
-                may_save = not value
-            else:
+            may_save = value is False
+            if not isinstance(value, bool):
                 problem = f"{key}={value!r}: write true or false"
         elif name == "max_offload_tokens":
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 tokens_max = value
             else:
-                problem = f"{key}={value!r}: write a number of tokens"
+                may_save, problem = False, f"{key}={value!r}: write a number of tokens"
     return RequestWishes(may_save, tokens_max, problem)
 
 

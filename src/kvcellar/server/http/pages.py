@@ -8,6 +8,7 @@ Only loopback may change anything. Errors are `{"detail": …}`.
 import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -89,6 +90,7 @@ class _Pages:
 
     async def clear(self, request: HttpRequest) -> Response:
         _require_loopback(request)
+        _require_no_foreign_page(request)
         body = await _clear_body(request)
         if body.tier != "l1":
             raise _RefusedError(
@@ -141,13 +143,32 @@ def _unhealthy(reason: str) -> Response:
 
 def _require_loopback(request: HttpRequest) -> None:
     host = request.client.host if request.client is not None else ""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        address = None
-    mapped = getattr(address, "ipv4_mapped", None)
-    if address is None or not (mapped or address).is_loopback:
+    if not _is_loopback(host):
         raise _RefusedError(403, f"only this host may change anything; {host} is another")
+
+
+def _require_no_foreign_page(request: HttpRequest) -> None:
+    """Refuse what a browser on this host sends for a page that came from elsewhere."""
+    origin = request.headers.get("origin")
+    if origin is not None and not _is_loopback(urlsplit(origin).hostname or ""):
+        raise _RefusedError(403, f"a page of {origin} may not change anything here")
+    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    # A name that a page had pointed at this host; a number cannot be pointed elsewhere.
+    if not _is_loopback(host) and _address(host) is None:
+        raise _RefusedError(403, f"Host {host}: call localhost or an address of this host")
+
+
+def _is_loopback(name: str) -> bool:
+    address = _address(name)
+    return name == "localhost" or (address is not None and address.is_loopback)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 async def _clear_body(request: HttpRequest) -> _ClearBody:
