@@ -108,6 +108,9 @@ class Program:
 
     def members(self) -> list[psutil.Process]:
         """Return every live process of the program, its own first."""
+        if self._popen is None:
+            # Its pid would be 0, which is the session of the machine's first process.
+            return []
         found = []
         for process in psutil.process_iter():
             try:

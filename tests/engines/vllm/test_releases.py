@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.sources]
 def test_the_scheduler_half_works_in(release):
     sources = STACK / f"vllm-{release}"
     if not sources.is_dir():
-        pytest.skip(f"{sources} is missing: make setup-sources")
+        pytest.fail(f"{sources} is missing: make setup-sources")
     path = [str(sources), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     version = f"import vllm; assert '{sources}' in vllm.__file__"
