@@ -6,7 +6,7 @@ Two instances share a namespace with one shard a chunk, a third has two shards o
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.store.world import PAGE, STEPS, Party, World, prefixes
+from tests.store.world import PAGE, STEPS, WRITER_ALONE_S, Party, World, prefixes
 
 ONE, TWO = b"A" * 32, b"B" * 32
 PARTIES = st.integers(0, 2)
@@ -14,7 +14,8 @@ PARTIES = st.integers(0, 2)
 BITS = st.sampled_from(["0", "00", "000", "0000", "000000", "001", "00111", "01", "011", "1", "11"])
 STARTS = st.sampled_from([0, 0, 0, 1, 2])
 PICKS = st.integers(0, 30)
-UNTIL = ["asked", "answered", "told", "told", *["stored"] * 6]
+UNTIL = st.sampled_from(["asked", "answered", "told", "told", "stored", "stored"])
+LOSSES = st.sampled_from(["connection", "scheduler", "scheduler", "rank 0", "rank 1"])
 
 
 class Lives(RuleBasedStateMachine):
@@ -37,10 +38,18 @@ class Lives(RuleBasedStateMachine):
             for rank in sorted(writing.told)
         ]
 
-    @initialize(numbers=st.lists(PARTIES, min_size=2, max_size=8), data=st.data())
-    def have_stored_some(self, numbers, data):
+    def _busy(self, number):
+        """Return an instance that holds something or awaits a reply, if there is one."""
+        holders = {writing.owner for writing in self.world.writings.values()}
+        holders |= {owner for owner, _, _ in self.world.leases.values()}
+        busy = [party for party in self.parties if party.scheduler in holders or party.replies]
+        return busy[number % len(busy)] if busy else self.parties[number]
+
+    @initialize(numbers=st.lists(PARTIES, min_size=2, max_size=6), data=st.data())
+    def have_begun(self, numbers, data):
         for number in numbers:
-            self.store(number, data.draw(BITS), 0, "stored")
+            self.store(number, data.draw(BITS), 0, "stored", is_patient=False)
+        self.store(numbers[0], data.draw(BITS), 0, data.draw(UNTIL), is_patient=False)
 
     @rule(number=PARTIES, bits=BITS, start=STARTS, answered=st.booleans())
     def look_up(self, number, bits, start, answered):
@@ -50,12 +59,17 @@ class Lives(RuleBasedStateMachine):
         if answered:
             self._hear(party, party.requests, in_time=True)
 
-    @rule(number=PARTIES, bits=BITS, start=STARTS, until=st.sampled_from(UNTIL))
-    def store(self, number, bits, start, until):
-        """Begin to store some chunks, and go on until something comes between."""
+    @rule(number=PARTIES, bits=BITS, start=STARTS, until=UNTIL, is_patient=st.booleans())
+    def store(self, number, bits, start, until, is_patient):
+        """Begin to store some chunks, and go on until something comes between.
+
+        Who is patient waits until a writer that is there already is no longer waited for.
+        """
         party = self.parties[number]
         names = prefixes(party.space, bits)
         start = min(start, len(names) - 1)
+        if is_patient:
+            self.time_passes(WRITER_ALONE_S)
         self.world.reserve(party, " ".join(names[start:]), names[start - 1] if start else "")
         if until == "asked":
             return
@@ -133,19 +147,22 @@ class Lives(RuleBasedStateMachine):
         else:
             self.world.writings[handle].told.discard(rank)
 
-    @rule(number=PARTIES, pick=PICKS)
-    def release(self, number, pick):
+    @precondition(lambda self: self.world.leases)
+    @rule(number=PARTIES, pick=PICKS, is_own=st.booleans())
+    def release(self, number, pick, is_own):
+        handle = sorted(self.world.leases)[pick % len(self.world.leases)]
+        owner = self.world.leases[handle][0]
         party = self.parties[number]
-        handles = sorted(self.world.leases)
-        handle = handles[pick % len(handles)] if handles else 1
+        if is_own:
+            party = next(party for party in self.parties if party.scheduler == owner)
         self.world.store.release(party.scheduler, [handle, 0])
-        party.leases.discard(handle)
-        if handles and self.world.leases[handle][0] == party.scheduler:
+        if party.scheduler == owner:
+            party.leases.discard(handle)
             del self.world.leases[handle]
 
     @rule(number=PARTIES, is_late=st.booleans())
     def heartbeat(self, number, is_late):
-        party = self.parties[number]
+        party = self._busy(number)
         beat = party.heartbeat()
         if is_late:
             self.late.append((party, party.scheduler, beat))
@@ -159,9 +176,9 @@ class Lives(RuleBasedStateMachine):
         if party.scheduler == scheduler:
             self.world.keep(party, beat)
 
-    @rule(number=PARTIES, what=st.sampled_from(["connection", "scheduler", "rank 0", "rank 1"]))
+    @rule(number=PARTIES, what=LOSSES)
     def something_is_lost(self, number, what):
-        party = self.parties[number]
+        party = self._busy(number)
         if what == "connection":
             self.world.store.reader_left(party.scheduler)
             self.world.forget_leases(party.scheduler)
@@ -230,4 +247,4 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=100, stateful_step_count=40)
+TestLives.settings = settings(max_examples=150, stateful_step_count=40)
