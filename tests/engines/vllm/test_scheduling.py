@@ -150,12 +150,6 @@ class TestStores:
         one.reset()
         assert one.ask(text)[1] == 96
 
-    def test_a_wish_that_makes_no_sense_is_left_aside(self, engine, prompt):
-        one, text = engine(), prompt(64)
-        one.ask(text, params={"kvcellar.skip_save": "maybe", "kvcellar.max_offload_tokens": -1})
-        one.reset()
-        assert one.ask(text)[1] == 64
-
     def test_a_copy_that_fails_leaves_no_chunk(self, engine, prompt):
         one = engine(delays=Delays(store_fails=lambda: True))
         text = prompt(200)

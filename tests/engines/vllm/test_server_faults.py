@@ -68,10 +68,14 @@ def cellar():
 
 
 @pytest.fixture(autouse=True)
-def impatience(patience, monkeypatch):
-    """Here deadlines are what the tests are about."""
-    monkeypatch.setattr("kvcellar.engines.vllm.stores.RESERVE_TIMEOUT_S", 0.3)
+def eagerness(patience, monkeypatch):
     monkeypatch.setattr("kvcellar.engines.vllm.stores.PUT_OFF_S", 0.05)
+
+
+@pytest.fixture
+def impatience(patience, monkeypatch):
+    """Have deadlines as short as tests about them need."""
+    monkeypatch.setattr("kvcellar.engines.vllm.stores.RESERVE_TIMEOUT_S", 0.3)
     monkeypatch.setattr("tests.engines.vllm.toy_worker.WAIT_S", 0.2)
 
 
@@ -219,6 +223,7 @@ def test_an_answer_that_comes_too_late_is_given_back_at_once(toy, cellar, prompt
         eventually(lambda: cellar.held() == (0, 0), timeout_s=2.0)
 
 
+@pytest.mark.usefixtures("impatience")
 def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cellar, prompt):
     texts = [prompt(100) for _ in range(6)]
     cellar.start()
@@ -245,6 +250,7 @@ def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cell
         engine.settle()
 
 
+@pytest.mark.usefixtures("impatience")
 def test_offers_to_a_frozen_server_are_withdrawn(toy, cellar, prompt):
     cellar.start()
     with ToyEngine(toy, cellar.port) as engine:
@@ -269,6 +275,7 @@ def slowest_step(engine, text):
     return longest_s
 
 
+@pytest.mark.usefixtures("impatience")
 @pytest.mark.parametrize("seed", range(3))
 def test_random_days_with_a_server_that_comes_and_goes_end_well(toy, cellar, seed):
     cellar.start()
