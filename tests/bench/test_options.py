@@ -12,13 +12,10 @@ def test_everything_is_measured_by_default():
     assert options.parts == PARTS
     assert not options.is_quick
     assert options.json_path is None
-    assert options.needs_peer
 
 
 def test_only_takes_some_parts_in_their_own_order():
     assert parse(["--only", "server, copies"]).parts == ("copies", "server")
-    assert not parse(["--only", "server,copies"]).needs_peer
-    assert parse(["--only", "ttft"]).needs_peer
 
 
 def test_quick_measures_less_of_everything():

@@ -1,6 +1,6 @@
 """What the figures were measured on: the machine, how busy it was, and the versions.
 
-A figure without them says nothing. Read once at the start and once at the end of a run.
+A figure without them says nothing. The load is read before and after each part.
 """
 
 import contextlib
@@ -29,14 +29,12 @@ def machine_facts() -> dict[str, str]:
         "machine": f"{_cpu_model()}, {cores} cores, {format_bytes(memory.total_bytes)}, "
         f"{platform.system()} {platform.release()}",
         "versions": ", ".join(versions),
-        "load before": load_average(),
     }
 
 
 def load_average() -> str:
-    """Return how many processes wanted a core, over 1 and 5 minutes."""
-    one, five, _ = os.getloadavg()
-    return f"{one:.1f} over 1 minute, {five:.1f} over 5"
+    """Return how many processes wanted a core over the last minute."""
+    return f"{os.getloadavg()[0]:.1f}"
 
 
 def version_of(distribution: str) -> str:

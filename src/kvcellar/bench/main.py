@@ -7,6 +7,7 @@ what is left after an error or Ctrl-C is ended here.
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -14,12 +15,13 @@ from kvcellar.bench.copies import measure_copies
 from kvcellar.bench.first_token import measure_first_token
 from kvcellar.bench.lookups import measure_lookups
 from kvcellar.bench.machine import load_average, machine_facts
-from kvcellar.bench.options import Options, parse
+from kvcellar.bench.options import Effort, parse
 from kvcellar.bench.peer import Peer
 from kvcellar.bench.programs import BenchError, Programs
 from kvcellar.bench.report import Table, render, to_json
 from kvcellar.bench.servers import measure_server
 from kvcellar.clock import Clock, SystemClock
+from kvcellar.errors import KVCellarError
 
 __all__ = ["run"]
 
@@ -43,11 +45,21 @@ def run(root: Path, arguments: Sequence[str]) -> int:
         print(f"[{clock.monotonic_s() - start_s:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     programs = Programs(root / ".bench", clock)
+    facts = machine_facts()
+    if options.is_quick:
+        facts["quick"] = "short runs, to see that it works; no figures to keep"
+    tables: list[Table] = []
     try:
-        return _measure(root, options, programs=programs, clock=clock, say=say)
+        measures = _measures(root, options.effort, programs=programs, clock=clock, say=say)
+        for part in options.parts:
+            say(f"== {part}")
+            tables.append(_measure(part, measures[part], say))
+            programs.stop_all()
     except KeyboardInterrupt:
         say("interrupted")
         return 130
+    else:
+        return 0 if all(table.rows for table in tables) else 1
     finally:
         # A second Ctrl-C must not stop the stopping.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,16 +67,17 @@ def run(root: Path, arguments: Sequence[str]) -> int:
         programs.stop_all()
         Peer.clean_up()
         say("all stopped")
+        # Also after an interruption: what was measured until then may have taken minutes.
+        print(render(facts, tables), end="")
+        if options.json_path is not None:
+            options.json_path.write_bytes(to_json(facts, tables))
 
 
-def _measure(root: Path, options: Options, *, programs: Programs, clock: Clock, say: Say) -> int:
-    facts = machine_facts()
-    peer = Peer(root)
-    if options.needs_peer:
-        say(f"{peer.name} is made ready")
-        peer.install(programs)
-    effort = options.effort
-    measures: dict[str, Callable[[], Table]] = {
+def _measures(
+    root: Path, effort: Effort, *, programs: Programs, clock: Clock, say: Say
+) -> dict[str, Callable[[], Table]]:
+    peer = Peer(root, programs, say)
+    return {
         "copies": lambda: measure_copies(programs, root, rounds=effort.copy_rounds),
         "lookup": lambda: measure_lookups(
             programs, peer, seconds=effort.lookup_s, clock=clock, say=say
@@ -76,25 +89,19 @@ def _measure(root: Path, options: Options, *, programs: Programs, clock: Clock, 
             programs, starts=effort.starts, keys=effort.stored_keys, say=say
         ),
     }
-    tables: list[Table] = []
-    failures = 0
-    for part in options.parts:
-        say(f"== {part}")
-        try:
-            tables.append(measures[part]())
-        except BenchError as error:
-            failures += 1
-            say(f"{part} was not measured: {error}")
-            tables.append(Table(part, f"{part}: not measured", (), (), (error.summary,)))
-        programs.stop_all()
-    facts["load after"] = load_average()
-    if options.is_quick:
-        facts["quick"] = "short runs, to see that it works; no figures to keep"
-    print(render(facts, tables), end="")
-    if options.json_path is not None:
-        options.json_path.write_bytes(to_json(facts, tables))
-        say(f"written: {options.json_path}")
-    return 1 if failures else 0
+
+
+def _measure(part: str, measure: Callable[[], Table], say: Say) -> Table:
+    """Return a part's table, or one without rows that says why it was not measured."""
+    before = load_average()
+    try:
+        table = measure()
+    except (BenchError, KVCellarError, OSError) as error:
+        say(f"{part} was not measured: {error}")
+        reason = error.summary if isinstance(error, BenchError) else repr(error)
+        return Table(part, f"{part}: not measured", (), (), (reason,))
+    note = f"load average: {before} at the start, {load_average()} at the end."
+    return replace(table, notes=(*table.notes, note))
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

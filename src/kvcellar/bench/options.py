@@ -73,11 +73,6 @@ class Options:
     is_quick: bool
     json_path: Path | None
 
-    @property
-    def needs_peer(self) -> bool:
-        """Whether the peer is measured beside something."""
-        return "lookup" in self.parts or "ttft" in self.parts
-
 
 def parse(arguments: Sequence[str]) -> Options:
     """Return the options; explains itself and ends the process when they are wrong."""

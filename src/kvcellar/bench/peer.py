@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvcellar.bench.node import CHUNK_TOKENS, Node
@@ -45,45 +45,56 @@ class Peer:
 
     name = "LMCache 0.5.6"
 
-    def __init__(self, root: Path) -> None:
-        """Prepare; `install` makes the environment.
+    def __init__(self, root: Path, programs: Programs, say: Callable[[str], None]) -> None:
+        """Prepare; `check` makes the environment.
 
         Args:
             root: of the checkout.
+            programs: runs what makes it.
+            say: told when it is made.
         """
+        self._programs = programs
+        self._say = say
         self._folder = root / ".stack" / "peer"
         self._script = root / "scripts" / "bench_peer.py"
         self.python = self._folder / "bin" / "python"
-        self._trouble = "it was not installed"
+        self._trouble: str | None = None
 
     def check(self) -> None:
-        """Raise `BenchError`, which says why, if it cannot be measured."""
+        """Make the environment unless it is there.
+
+        Raises:
+            BenchError: the peer cannot be measured; said again at each call, tried once.
+        """
+        if self._trouble is None:
+            self._trouble = self._install()
         if self._trouble:
             raise BenchError(self._trouble)
 
-    def install(self, programs: Programs) -> None:
-        """Make the environment unless it is there; a failure is kept for `check`."""
+    def _install(self) -> str:
+        """Return what is wrong with the environment, empty text where it is complete."""
         stamp = self._folder / "complete"
         wanted = "\n".join(_WANTED)
         try:
             if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted):
+                self._say(f"{self.name} is installed into {self._folder}")
                 shutil.rmtree(self._folder, ignore_errors=True)
-                self._make(programs)
+                self._make()
                 stamp.write_text(wanted, encoding="utf-8")
-            self._trouble = ""
         except (BenchError, OSError) as error:
-            self._trouble = str(error)
+            return f"it could not be installed: {error}"
+        return ""
 
-    def _make(self, programs: Programs) -> None:
+    def _make(self) -> None:
         words = [sys.executable, "-m", "venv", str(self._folder)]
-        programs.run("peer-venv", words, timeout_s=_INSTALL_S)
+        self._programs.run("peer-venv", words, timeout_s=_INSTALL_S)
         here = sysconfig.get_path("purelib")
         there = sysconfig.get_path("purelib", vars={"base": str(self._folder)})
         Path(there, "ours.pth").write_text(f"{here}\n", encoding="utf-8")
         words = [str(self.python), "-m", "pip", "install", "--no-input", "--no-deps", *_WANTED]
-        programs.run("peer-install", words, timeout_s=_INSTALL_S)
+        self._programs.run("peer-install", words, timeout_s=_INSTALL_S)
         words = [str(self.python), "-c", "import lmcache.cli.main, vllm"]
-        programs.run("peer-check", words, timeout_s=_INSTALL_S, environment=_ENVIRONMENT)
+        self._programs.run("peer-check", words, timeout_s=_INSTALL_S, environment=_ENVIRONMENT)
 
     @staticmethod
     def clean_up() -> None:

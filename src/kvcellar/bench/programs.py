@@ -125,7 +125,7 @@ class Programs:
         finally:
             self.stop(program)
         if code != 0:
-            raise BenchError(f"{name} failed ({program.log}):\n{program.tail()}")
+            raise BenchError(_ended(program))
         return program.tail().rpartition("\n")[2]
 
     def wait_until(
@@ -143,7 +143,7 @@ class Programs:
         """
         while not probe():
             if not program.is_alive:
-                raise BenchError(f"{program.name} ended ({program.log}):\n{program.tail()}")
+                raise BenchError(_ended(program))
             if self.since(program) > timeout_s:
                 raise BenchError(f"{program.name}: not ready after {timeout_s:g} s, {program.log}")
             pause(poll_s)
@@ -178,6 +178,11 @@ class Programs:
             if self._clock.monotonic_s() > deadline_s:
                 _signal_all(pids, signal.SIGKILL)
             pause(_POLL_S)
+
+
+def _ended(program: Program) -> str:
+    output = program.tail()
+    return f"{program.name} ended: {output.rpartition(chr(10))[2]}; {program.log}\n{output}"
 
 
 def session_members(session: int) -> list[int]:

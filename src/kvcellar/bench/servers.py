@@ -19,7 +19,7 @@ from kvcellar.bench.stand_in import StandIn, random_keys
 from kvcellar.client.tool import connect_tool
 from kvcellar.errors import KVCellarError
 from kvcellar.keys.digest import KEY_BYTES
-from kvcellar.memory.limits import read_memory
+from kvcellar.memory.limits import read_memory, reserve_bytes
 from kvcellar.protocol.messages import Ping
 from kvcellar.units import GIB, MIB
 
@@ -52,7 +52,8 @@ def measure_server(
     interpreter_s = _interpreter(programs, starts)
     rows: list[tuple[Cell, ...]] = []
     memory = read_memory()
-    large_gb = min(_LARGE_GB, memory.total_bytes * 10 // GIB / 10)
+    most_bytes = memory.total_bytes - reserve_bytes(memory.total_bytes)
+    large_gb = min(_LARGE_GB, most_bytes * 10 // GIB / 10)
     for l1_gb in (_SMALL_GB, large_gb):
         say(f"start with an L1 of {l1_gb:.3g} GB")
         pings, pages = zip(*(_start(programs, l1_gb) for _ in range(starts)), strict=True)
@@ -63,9 +64,7 @@ def measure_server(
     rows += _memory_rows(programs, keys)
     notes = ["beside the times: an interpreter that does nothing; beside the memory: the aim."]
     if large_gb < _LARGE_GB:
-        notes.append(
-            f"{_LARGE_GB:g} GB would be refused here: the most is the {large_gb:.3g} GB there are."
-        )
+        notes.append(f"{_LARGE_GB:g} GB would be refused here: the most is {large_gb:.3g} GB.")
     columns = (Column("the server"), Column("measured", 3), Column("ceiling or aim", 3))
     return Table("server", "what a server costs", columns, tuple(rows), tuple(notes))
 
