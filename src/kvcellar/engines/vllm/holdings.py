@@ -1,8 +1,10 @@
 """What the scheduler half holds at the server: leases and reservations, as heartbeats list them.
 
 The link's own thread asks for the list while the engine's thread adds to it, so this is the one
-place of the scheduler half with a lock. A handle means something only on the session that granted
-it (a new boot of the server gives the same numbers to others), so each is kept with its session.
+place of the scheduler half with a lock. A lease ends with the session that granted it and is kept
+with it. A reservation outlives its session, because ranks may be copying into its slots: it is kept
+with the boot of the server and listed again after a reconnect, or the slots would be given away
+under the copy.
 """
 
 import threading
@@ -25,17 +27,22 @@ class Holdings:
         self._clock = clock
         self._lock = threading.Lock()
         self._leases: set[tuple[Session, int]] = set()
-        self._reservations: dict[tuple[Session, int], float | None] = {}
+        self._reservations: dict[tuple[bytes, int], float | None] = {}
+        self._boot_id = b""
 
     def listed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the handles of leases and reservations in use on sessions that are open."""
+        """Return the handles of leases on open sessions, and of reservations in use.
+
+        Until a new boot has granted something, those of the boot before are listed to it: it has
+        granted none of them and so ignores them.
+        """
         now_s = self._clock.monotonic_s()
         with self._lock:
             self._leases = {held for held in self._leases if held[0].is_open}
             self._reservations = {
                 held: ended_s
                 for held, ended_s in self._reservations.items()
-                if held[0].is_open and (ended_s is None or now_s - ended_s < ENDED_LISTED_S)
+                if ended_s is None or now_s - ended_s < ENDED_LISTED_S
             }
             leases = tuple(handle for _, handle in self._leases)
             reservations = tuple(handle for _, handle in self._reservations)
@@ -47,7 +54,10 @@ class Holdings:
             if isinstance(reply, LookupReply) and reply.lease:
                 self._leases.add((session, reply.lease))
             elif isinstance(reply, ReserveReply) and reply.reservation:
-                self._reservations[session, reply.reservation] = None
+                if session.boot_id != self._boot_id:
+                    # A new boot counts from one again; what the last one granted is gone with it.
+                    self._boot_id, self._reservations = session.boot_id, {}
+                self._reservations[session.boot_id, reply.reservation] = None
 
     def drop_lease(self, session: Session, handle: int) -> None:
         """Forget a lease that is being given back."""
@@ -57,21 +67,17 @@ class Holdings:
     def drop_reservation(self, session: Session, handle: int) -> None:
         """Forget a reservation that is being cancelled."""
         with self._lock:
-            self._reservations.pop((session, handle), None)
+            self._reservations.pop((session.boot_id, handle), None)
 
     def end_reservation(self, session: Session, handle: int) -> None:
         """Note that every rank has reported a reservation; it is listed for a while longer."""
         with self._lock:
-            if (session, handle) in self._reservations:
-                self._reservations[session, handle] = self._clock.monotonic_s()
+            if (session.boot_id, handle) in self._reservations:
+                self._reservations[session.boot_id, handle] = self._clock.monotonic_s()
 
     def count(self) -> tuple[int, int]:
         """Return how many leases and how many unfinished reservations there are."""
         with self._lock:
             open_leases = sum(1 for session, _ in self._leases if session.is_open)
-            open_reservations = sum(
-                1
-                for (session, _), ended_s in self._reservations.items()
-                if session.is_open and ended_s is None
-            )
+            open_reservations = sum(ended_s is None for ended_s in self._reservations.values())
         return open_leases, open_reservations
