@@ -106,8 +106,9 @@ def test_late_copies_store_what_was_computed(node, peek, prompt, at_once):
         node.late.abort_stream(tokens, after_tokens, max_tokens=600)
         return tokens
 
-    # Two that fit into the pool when they begin and do not when they have grown.
-    sequences = at_once([lambda: ask(prompt(1150), 600)] * 2)
+    # Two fit into the pool when they begin and not when they have grown. Three are asked for: one
+    # that is all but done when the next arrives leaves two that begin together.
+    sequences = at_once([lambda: ask(prompt(1150), 600)] * 3)
     assert (node.late.counters() - before).preemptions > 0
     actions = []
     for index in range(24):
