@@ -18,6 +18,8 @@ __all__ = [
     "NotRegisteredError",
     "PeerClosedError",
     "RetryableError",
+    "TierOwnedError",
+    "TierUnavailableError",
     "TimeoutExpiredError",
     "UnsupportedModelError",
     "error_from_wire",
@@ -94,6 +96,18 @@ class PeerClosedError(RetryableError):
     """The other side closed the connection, died, or was never there."""
 
     code = "peer_closed"
+
+
+class TierUnavailableError(RetryableError):
+    """A tier cannot be asked now (its medium fails, it is fenced off or closed): count a miss."""
+
+    code = "tier_unavailable"
+
+
+class TierOwnedError(RetryableError):
+    """Another process has the tier's folder; its pid is named."""
+
+    code = "tier_owned"
 
 
 class ArenaMapError(FatalError):
