@@ -8,6 +8,7 @@ slots go back to the allocator here and in `Room`, nowhere else. Called by the s
 """
 
 from kvcellar.memory.slots import SlotAllocator
+from kvcellar.store.departures import Departures
 from kvcellar.store.entries import Entry, Namespace
 from kvcellar.store.policies import EvictionPolicy
 from kvcellar.store.reservations import Reservation
@@ -23,6 +24,7 @@ class Catalog:
         policy: who says what leaves.
         entries: by key.
         writers: the reservations that can still make a key complete, oldest first.
+        departures: why keys that are asked for are not here.
         chunks: complete entries.
         objects: their shards.
     """
@@ -32,6 +34,7 @@ class Catalog:
         self.policy = policy
         self.entries: dict[bytes, Entry] = {}
         self.writers: dict[bytes, list[Reservation]] = {}
+        self.departures = Departures()
         self.chunks = 0
         self.objects = 0
 

@@ -17,6 +17,7 @@ from kvcellar.memory.slots import SlotAllocator
 from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import OFFSET_BYTES, REF_BYTES, ChunkState, CommitOutcome
 from kvcellar.store.catalog import Catalog
+from kvcellar.store.departures import Reason
 from kvcellar.store.entries import Entry, Namespace, OwnerId
 from kvcellar.store.holdings import Holdings
 from kvcellar.store.leases import Lease
@@ -56,6 +57,7 @@ class Store:
         catalog: the chunks; for the invariants.
         leases: the read leases; for the invariants.
         reservations: the unfinished reservations; for the invariants.
+        room: makes room before it is asked for.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Store:
         self._allocator = allocator
         self._namespaces = Namespaces(allocator, limits)
         self._counters = StoreStatistics()
-        self._room = Room(
+        self.room = Room(
             self.catalog, self._counters, leases=self.leases, reservations=self.reservations
         )
         self._tick = 0
@@ -95,7 +97,7 @@ class Store:
     def add_step(self, offset: int, size_bytes: int) -> None:
         """Take in a growth step of the arena whose memory is there."""
         self._allocator.add_step(offset, size_bytes)
-        self._room.steps.add(offset, size_bytes)
+        self.room.steps.add(offset, size_bytes)
 
     def bind(self, namespace: NamespaceId, shard_bytes: tuple[int, ...]) -> None:
         """Make a namespace known; several instances may bind the same one.
@@ -220,6 +222,7 @@ class Store:
         count = _count_keys(keys)
         _check_reserve(space, parent=parent, writers=writers)
         self._tick += 1
+        self.catalog.departures.now_s = now_s
         pending = Reservation(owner, space, writers=writers, reserved_s=now_s, request=request)
         states = bytearray()
         if self.reservations.count_of(owner) < self._limits.reservations_max:
@@ -313,6 +316,7 @@ class Store:
         if int.from_bytes(entry.refs[at : at + OFFSET_BYTES], "little") != offset:
             return False
         self.catalog.vacate(entry)
+        self.catalog.departures.note(key, Reason.DAMAGED)
         self._counters.damaged += 1
         return True
 
@@ -338,6 +342,7 @@ class Store:
         ]
         for entry in gone:
             self.catalog.vacate(entry)
+        self.catalog.departures.note_clear(namespace or b"")
         self._counters.cleared += len(gone)
         return len(gone), sum(entry.namespace.chunk_bytes for entry in gone)
 
@@ -395,9 +400,10 @@ class Store:
         entry = catalog.link(key, pending.namespace, parent=parent)
         # A writer keeps its entry: making room may evict the last child that has kept it so far.
         catalog.add_writer(entry, pending)
-        offsets = self._room.allocate(entry, pending)
+        offsets = self.room.allocate(entry, pending)
         if offsets is None:
             catalog.drop_writer(entry.key, pending)
+            catalog.departures.note(entry.key, Reason.FULL)
             return ChunkState.FULL
         self._counters.second_writers += is_second
         pending.chunks.append(PendingChunk(entry.key, offsets))
@@ -420,6 +426,7 @@ class Store:
         held.is_void = True
         self._counters.dropped += len(held.chunks)
         for chunk in held.chunks:
+            self.catalog.departures.note(chunk.key, Reason.DROPPED)
             self.catalog.drop_writer(chunk.key, held)
 
     def _advance(self, held: Reservation) -> int:

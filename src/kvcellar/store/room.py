@@ -9,6 +9,7 @@ is the prefix of the chunk that wants in. Called by the store for each new chunk
 from collections.abc import Iterator
 
 from kvcellar.store.catalog import Catalog
+from kvcellar.store.departures import Reason
 from kvcellar.store.entries import Entry
 from kvcellar.store.holdings import Holdings
 from kvcellar.store.leases import Lease
@@ -62,6 +63,21 @@ class Room:
                 return None
             taken.append(offset)
         return space.packer.pack(*taken)
+
+    def evict_down_to(self, used_bytes: int, *, victims_max: int) -> int:
+        """Evict in the policy's order until no more than `used_bytes` are in slots.
+
+        Returns:
+            How many chunks went; as many as `victims_max` means that there may be more to do.
+        """
+        for count in range(victims_max):
+            victim = (
+                self._catalog.policy.take() if self._allocator.used_bytes > used_bytes else None
+            )
+            if victim is None:
+                return count
+            self._evict(victim)
+        return victims_max
 
     def _evict_leaves(
         self, size_bytes: int, entry: Entry, *, pending: Reservation, taken: list[int]
@@ -119,4 +135,5 @@ class Room:
 
     def _evict(self, victim: Entry) -> None:
         self._catalog.vacate(victim)
+        self._catalog.departures.note(victim.key, Reason.EVICTED)
         self._counters.evicted += 1

@@ -29,7 +29,7 @@ class StoreStatistics:
         second_writers: chunks reserved although an older writer had them.
         damaged: chunks removed because a reader found a seal that did not match.
         clears: clears.
-        cleared: chunks that they removed.
+        cleared: chunks that they removed, or that somebody deleted by key.
         leases: read leases held now.
         leased_chunks: chunks that they hold, a chunk counted for each of its leases.
         reservations: reservations whose slots some rank may still touch.
