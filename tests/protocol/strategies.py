@@ -40,7 +40,8 @@ def values_of(annotation):
     if typing.get_origin(annotation) is tuple:
         return st.lists(values_of(members[0]), max_size=4).map(tuple)
     if typing.get_origin(annotation) is dict:
-        return st.dictionaries(st.text(max_size=8), _STATUS, max_size=3)
+        inner = _STATUS if members[1] is typing.Any else values_of(members[1])
+        return st.dictionaries(st.text(max_size=8), inner, max_size=3)
     return instances_of(annotation)
 
 

@@ -13,45 +13,16 @@ from typing import Annotated, Any
 import msgspec
 
 from kvcellar.layout.shard import ShardLayout
-from kvcellar.protocol.limits import HANDLES_MAX, WORLD_SIZE_MAX
+from kvcellar.protocol.limits import COUNTS_MAX, FIELDS_MAX, HANDLES_MAX, WORLD_SIZE_MAX
 
 __all__ = [
-    "OFFSET_BYTES",
-    "PROTOCOL_VERSION",
-    "REF_BYTES",
-    "Abort",
-    "Bind",
-    "Cancel",
-    "ChunkState",
-    "Clear",
-    "Cleared",
-    "Commit",
-    "CommitOutcome",
-    "CommitReply",
-    "Damaged",
-    "ErrorReply",
-    "Goodbye",
-    "Heartbeat",
-    "HeartbeatReply",
-    "Hello",
-    "Loaded",
-    "Locate",
-    "Located",
-    "Lookup",
-    "LookupReply",
-    "Ok",
-    "Ping",
-    "Pong",
-    "Release",
-    "Reply",
-    "Request",
-    "Reserve",
-    "ReserveReply",
-    "Role",
-    "Status",
-    "StatusReply",
-    "Welcome",
-]
+    "OFFSET_BYTES", "PROTOCOL_VERSION", "REF_BYTES", "Abort", "Bind", "Cancel", "ChunkState",
+    "Clear", "Cleared", "Commit", "CommitOutcome", "CommitReply", "Damaged", "Delete", "Deleted",
+    "ErrorReply", "Explain", "Explained", "Goodbye", "Heartbeat", "HeartbeatReply", "Hello",
+    "Loaded", "Locate", "Located", "Lookup", "LookupNote", "LookupReply", "ObjectList", "Objects",
+    "Ok", "Ping", "Pong", "Release", "Reply", "Request", "Reserve", "ReserveReply", "Role",
+    "Status", "StatusReply", "Welcome",
+]  # fmt: skip
 
 PROTOCOL_VERSION = 1
 REF_BYTES = 16
@@ -63,6 +34,8 @@ OFFSET_BYTES = 8
 # Checked before the list is built: a frame has room for millions of numbers.
 Handles = Annotated[tuple[int, ...], msgspec.Meta(max_length=HANDLES_MAX)]
 ShardSizes = Annotated[tuple[int, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
+Counts = Annotated[dict[str, int], msgspec.Meta(max_length=COUNTS_MAX)]
+Fields = Annotated[dict[str, str], msgspec.Meta(max_length=FIELDS_MAX)]
 
 
 class Role:
@@ -143,12 +116,18 @@ class Bind(_Message, tag="bind", frozen=True, array_like=True):
     Attributes:
         namespace: 32 bytes.
         chunk_tokens: tokens a chunk in this namespace.
-        shard_bytes: bytes of each rank's shard of a chunk, in rank order.
+        shard_bytes: bytes of each shard of a chunk.
+        fields: by name, the first hex digits of the digest of each thing that the namespace is
+            made of; they say which of them makes two namespaces differ, and nothing else.
+        held: for each rank the shard that it holds; empty: each rank one of its own, in rank
+            order. Ranks that hold the same shard hold the same bytes.
     """
 
     namespace: bytes
     chunk_tokens: int
     shard_bytes: ShardSizes
+    fields: Fields = msgspec.field(default_factory=dict)
+    held: ShardSizes = ()
 
 
 class Heartbeat(_Message, tag="heartbeat", frozen=True, array_like=True):
@@ -161,11 +140,13 @@ class Heartbeat(_Message, tag="heartbeat", frozen=True, array_like=True):
         leases: handles of read leases in use.
         reservations: handles of reservations that are not done.
         seen: the highest request id such that this and all earlier replies were processed.
+        counts: what a scheduler half counts, by name, since its start.
     """
 
     leases: Handles
     reservations: Handles
     seen: int
+    counts: Counts = msgspec.field(default_factory=dict)
 
 
 class Lookup(_Message, tag="lookup", frozen=True, array_like=True):
@@ -190,10 +171,13 @@ class Reserve(_Message, tag="reserve", frozen=True, array_like=True):
     Attributes:
         keys: 32 bytes a chunk, in prefix order, at most `limits.KEYS_MAX`.
         parent: key of the chunk before the first, empty where there is none.
+        turn: of the ranks that hold the same shard, the one with this number writes it, counted
+            round and round from 0.
     """
 
     keys: bytes
     parent: bytes
+    turn: int = 0
 
 
 class Commit(_Message, tag="commit", frozen=True, array_like=True):
@@ -201,7 +185,7 @@ class Commit(_Message, tag="commit", frozen=True, array_like=True):
 
     Attributes:
         reservation: its handle.
-        shard: the rank.
+        shard: that this rank was to write.
         seals: uint64 little-endian for each reserved chunk, in order.
         copy_s: seconds that the copy took, for the store histogram.
     """
@@ -251,6 +235,76 @@ class Damaged(_Message, tag="damaged", frozen=True, array_like=True):
     key: bytes
     shard: int
     offset: int
+
+
+class LookupNote(_Message, tag="lookup_note", frozen=True, array_like=True):
+    """What a lookup was about, sent after its answer, so that a miss can be explained. Reply: `Ok`.
+
+    Attributes:
+        request: the engine's id of the request.
+        outcome: "answered", or why it was not asked or its answer not used.
+        tokens: of the prompt.
+        keys: how many chunks were asked for.
+        found: how many leading ones the server had.
+        missing: key of the first chunk that it had not; empty where it had all.
+        salt: 8 bytes of a digest of the tenant's salt; empty without one.
+        adapter: 8 bytes of a digest of the adapter; empty without one.
+        items: 8 bytes of a digest of images, embeddings and where they lie; empty without any.
+        item_start: index of the first token that such an item covers; -1 without any.
+        unit_tokens: tokens that one value of `sketch` stands for.
+        sketch: uint32 little-endian for each full unit of leading tokens, a hash of them.
+    """
+
+    request: str
+    outcome: str
+    tokens: int
+    keys: int
+    found: int
+    missing: bytes = b""
+    salt: bytes = b""
+    adapter: bytes = b""
+    items: bytes = b""
+    item_start: int = -1
+    unit_tokens: int = 16
+    sketch: bytes = b""
+
+
+class Explain(_Message, tag="explain", frozen=True, array_like=True):
+    """Ask why requests did not hit. Reply: `Explained`.
+
+    Attributes:
+        request: what the ids of the requests begin with or contain; empty for the last ones.
+        count: how many requests at most, the newest first.
+    """
+
+    request: str = ""
+    count: int = 10
+
+
+class Objects(_Message, tag="objects", frozen=True, array_like=True):
+    """Ask for a page of the complete chunks. Reply: `ObjectList`.
+
+    Attributes:
+        at: 0, or `next_at` of the page before.
+        count: places to look at, at most `limits.PAGE_MAX`.
+        model: only chunks of instances of this model; empty for all.
+    """
+
+    at: int
+    count: int
+    model: str = ""
+
+
+class Delete(_Message, tag="delete", frozen=True, array_like=True):
+    """Remove chunks by their keys. Reply: `Deleted`.
+
+    Attributes:
+        keys: 32 bytes a chunk, at most `limits.KEYS_MAX`.
+        force: also those that are being read.
+    """
+
+    keys: bytes
+    force: bool = False
 
 
 class Clear(_Message, tag="clear", frozen=True, array_like=True):
@@ -383,6 +437,32 @@ class Cleared(_Message, tag="cleared", frozen=True, array_like=True):
     size_bytes: int
 
 
+class Explained(_Message, tag="explained", frozen=True, array_like=True):
+    """Plain data for each request, newest first; the shape is in `server.misses`."""
+
+    # Any: see there; the wire only carries it.
+    misses: tuple[dict[str, Any], ...]
+
+
+class ObjectList(_Message, tag="object_list", frozen=True, array_like=True):
+    """A page of the complete chunks.
+
+    Attributes:
+        objects: plain data for each chunk: `key` (32 bytes), `model`, `tenant` and `shard_bytes`.
+        next_at: where the next page begins; 0 after the last one.
+    """
+
+    # Any: as above.
+    objects: tuple[dict[str, Any], ...]
+    next_at: int
+
+
+class Deleted(_Message, tag="deleted", frozen=True, array_like=True):
+    """What became of the keys: a byte for each, 0 not there, 1 deleted, 2 in use and left."""
+
+    states: bytes
+
+
 class Pong(_Message, tag="pong", frozen=True, array_like=True):
     """The control loop runs."""
 
@@ -397,33 +477,10 @@ class StatusReply(_Message, tag="status_reply", frozen=True, array_like=True):
 
 
 Request = (
-    Locate
-    | Hello
-    | Bind
-    | Heartbeat
-    | Lookup
-    | Release
-    | Reserve
-    | Commit
-    | Abort
-    | Cancel
-    | Loaded
-    | Damaged
-    | Clear
-    | Ping
-    | Status
-    | Goodbye
-)
+    Locate | Hello | Bind | Heartbeat | Lookup | Release | Reserve | Commit | Abort | Cancel |
+    Loaded | Damaged | LookupNote | Explain | Objects | Delete | Clear | Ping | Status | Goodbye
+)  # fmt: skip
 Reply = (
-    ErrorReply
-    | Located
-    | Welcome
-    | Ok
-    | HeartbeatReply
-    | LookupReply
-    | ReserveReply
-    | CommitReply
-    | Cleared
-    | Pong
-    | StatusReply
-)
+    ErrorReply | Located | Welcome | Ok | HeartbeatReply | LookupReply | ReserveReply |
+    CommitReply | Cleared | Explained | ObjectList | Deleted | Pong | StatusReply
+)  # fmt: skip
