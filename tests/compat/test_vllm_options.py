@@ -54,7 +54,6 @@ def test_a_mistyped_key_is_refused_with_the_right_one():
         ("lmcache.mp.mp_transfer_mode", "auto"),
         ("lmcache.mp.hash_algorithm", "blake3"),
         ("lmcache.mp.lazy_offload", True),
-        ("lmcache.mp.autostart.wait_timeout", 90.0),
         ("lmcache_rpc_port", "producer1"),
     ],
 )
@@ -79,11 +78,11 @@ def test_a_list_of_one_server_is_its_address(value):
         ("lmcache.mp.server_urls", "", "names 0 servers"),
         ("lmcache.mp.server_urls", "tcp://a", "write the port too"),
         ("lmcache.mp.server_urls", 5555, "write one address"),
-        ("lmcache.mp.autostart", True, "start `kvcellar server` beside the engine"),
+        ("lmcache.mp.autostart", 1, "write true or false"),
         ("lmcache.mp.save_decode_cache", "true", "write true or false"),
         ("lmcache.mp.port", "http", "write a port"),
         ("lmcache.mp.mq_timeout", "soon", "write seconds"),
-        ("lmcache.mp.host", 7, "write a host name"),
+        ("lmcache.mp.host", 7, "write a text, as in 'localhost'"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_its_key_and_the_reason(key, value, reason):
@@ -93,5 +92,17 @@ def test_what_cannot_be_done_is_refused_with_its_key_and_the_reason(key, value, 
     assert reason in str(refusal.value)
 
 
-def test_an_autostart_that_is_off_is_what_we_do_anyway():
+def test_an_autostart_under_lmcaches_name_starts_lmcaches_server():
     assert read_lmcache_options({"lmcache.mp.autostart": False}) == (ConnectorOptions(), ())
+    keys = {
+        "lmcache.mp.autostart": True,
+        "lmcache.mp.autostart.server_args": "--l1-size-gb 20 --max-workers 2",
+        "lmcache.mp.autostart.wait_timeout": 30,
+    }
+    expected = ConnectorOptions(
+        autostart=True,
+        autostart_server_args="--l1-size-gb 20 --max-workers 2",
+        autostart_wait_s=30.0,
+        server_module="kvcellar.compat.lmcache_cli",
+    )
+    assert read_lmcache_options(keys) == (expected, ())

@@ -49,6 +49,7 @@ def test_every_flag_is_heard(tmp_path):
         *("--port", "6555", "--http-host", "::1", "--http-port", "8090", "--chunk-size", "128"),
         *("--instance-id", "prefiller", "--socket-dir", str(tmp_path), "--log-level", "debug"),
         *("--client-uid", "1000", "--client-uid", "1001", "--l1-codec", "int8"),
+        *("--stop-when-unused", "2.5"),
     )
     assert msgspec.structs.asdict(config) == {
         "l1_bytes": 1 << 29,
@@ -62,6 +63,7 @@ def test_every_flag_is_heard(tmp_path):
         "instance_id": "prefiller",
         "socket_dir": str(tmp_path),
         "client_uids": (1000, 1001),
+        "stop_when_unused_s": 2.5,
         "log_level": "DEBUG",
     }
 

@@ -78,3 +78,7 @@ def _server(rest: Sequence[str]) -> int:
 
     serve(loaded.config, loaded.notes)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ key that was probably meant. Used by `compat.vllm` alone.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kvcellar.engines.vllm.options import OPTION_KEYS, ConnectorOptions, options_from, unknown_key
 from kvcellar.errors import ConfigError
@@ -19,6 +20,9 @@ TRANSLATED: Mapping[str, str] = {
     "lmcache.mp.heartbeat_interval": "heartbeat_s",
     "lmcache.mp.eager_prefetch": "eager_prefetch",
     "lmcache.mp.save_decode_cache": "save_decode_cache",
+    "lmcache.mp.autostart": "autostart",
+    "lmcache.mp.autostart.server_args": "autostart_server_args",
+    "lmcache.mp.autostart.wait_timeout": "autostart_wait_s",
 }
 
 _WORKERS_COPY = "the workers copy by themselves, straight into the server's memory"
@@ -35,14 +39,11 @@ MEANINGLESS: Mapping[str, str] = {
     "lmcache.mp.lazy_offload_policy": _STORED_AT_ONCE,
     "lmcache.mp.lazy_offload_threshold": _STORED_AT_ONCE,
     "lmcache.mp.lazy_offload_select_count": _STORED_AT_ONCE,
-    "lmcache.mp.autostart.server_args": "the server is started by hand (`kvcellar server`)",
-    "lmcache.mp.autostart.wait_timeout": "the server is started by hand (`kvcellar server`)",
     "lmcache_rpc_port": "the server is found by lmcache.mp.host and lmcache.mp.port",
     "discard_partial_chunks": "only whole chunks are kept",
 }
 
 SERVERS = "lmcache.mp.server_urls"
-AUTOSTART = "lmcache.mp.autostart"
 
 
 def read_lmcache_options(
@@ -64,13 +65,15 @@ def read_lmcache_options(
             given[key] = (fields[key], value)
         elif key == SERVERS:
             given |= _only_server(value)
-        elif key == AUTOSTART:
-            _require_off(value)
         elif key in MEANINGLESS:
             notes.append(f"{key}={value!r} has no effect: {MEANINGLESS[key]}")
         else:
-            raise unknown_key(key, {*fields, *MEANINGLESS, SERVERS, AUTOSTART})
-    return options_from(given), tuple(notes)
+            raise unknown_key(key, {*fields, *MEANINGLESS, SERVERS})
+    options = options_from(given)
+    if options.autostart:
+        # The server that it starts understands LMCache's flags.
+        options = replace(options, server_module="kvcellar.compat.lmcache_cli")
+    return options, tuple(notes)
 
 
 def _only_server(value: object) -> dict[str, tuple[str, object]]:
@@ -88,11 +91,3 @@ def _only_server(value: object) -> dict[str, tuple[str, object]]:
     if not colon or not port.isdigit():
         raise ConfigError(f"{SERVERS}={value!r}: write the port too, as in 'tcp://localhost:5555'")
     return {f"{SERVERS} (host)": ("host", host), f"{SERVERS} (port)": ("port", port)}
-
-
-def _require_off(value: object) -> None:
-    if value is not False:
-        raise ConfigError(
-            f"{AUTOSTART}={value!r}: the engine cannot start the server in kvcellar 0.1; leave "
-            "the key out and start `kvcellar server` beside the engine"
-        )

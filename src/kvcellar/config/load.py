@@ -22,6 +22,7 @@ __all__ = ["LoadedServer", "is_switched_on", "load_server"]
 
 CHUNK_TOKENS_MAX = 65_536
 NAME_MAX = 255
+SECONDS_MAX = 31_536_000.0
 
 
 class LoadedServer(msgspec.Struct, frozen=True):
@@ -171,6 +172,16 @@ def _uid(flag: str, text: str) -> int:
     return int(text)
 
 
+def _seconds(flag: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= SECONDS_MAX:
+        raise ConfigError(f"{flag} {text}: write seconds, as in {flag} 60; 0 switches it off")
+    return seconds
+
+
 def _log_level(flag: str, text: str) -> str:
     level = text.upper()
     if level not in LOG_LEVELS:
@@ -191,5 +202,6 @@ _CHECKS: dict[str, Callable[[str, str], object]] = {
     "chunk_tokens": _chunk_tokens,
     "instance_id": _name,
     "socket_dir": _folder,
+    "stop_when_unused_s": _seconds,
     "log_level": _log_level,
 }

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 __all__ = ["EVICTION_POLICIES", "L1_CODECS", "LOG_LEVELS", "ServerConfig", "Setting", "settings"]
 
-EVICTION_POLICIES = ("LRU", "noop")
+EVICTION_POLICIES = ("LRU", "IsolatedLRU", "noop")
 L1_CODECS = ("raw", "int8")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -38,11 +38,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _meta(
             "--eviction-policy",
-            "{LRU,noop}",
+            "{LRU,IsolatedLRU,noop}",
             "What leaves when memory is needed: LRU evicts the least recently used chunks, the "
-            "tail of a prefix before its head; noop evicts nothing, so a full cache stays as it "
-            "is.",
-            change="LRU, unless a fixed set of prompts is to stay for good.",
+            "tail of a prefix before its head; IsolatedLRU does so for each cache_salt apart, by "
+            "quotas (docs/tenants.md); noop evicts nothing, so a full cache stays as it is.",
+            change="IsolatedLRU when tenants share the server; noop when a fixed set of prompts "
+            "is to stay for good; otherwise LRU.",
         ),
     ]
     host: Annotated[
@@ -136,6 +137,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             change="When engines run as another user than the server.",
         ),
     ] = ()
+    stop_when_unused_s: Annotated[
+        float,
+        _meta(
+            "--stop-when-unused",
+            "SECONDS",
+            "Stop in order when no engine has been connected for so many seconds, counted from the "
+            "start too. 0 never does. What an engine with `kvcellar.autostart` starts has 60.",
+            change="When nobody else would stop the server, as in a batch job.",
+        ),
+    ] = 0.0
     log_level: Annotated[
         str,
         _meta(

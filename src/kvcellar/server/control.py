@@ -30,6 +30,7 @@ from kvcellar.server.http_child import HttpChild
 from kvcellar.server.listener import UnixListener
 from kvcellar.server.node import ArenaShape, Node
 from kvcellar.server.strangers import Strangers
+from kvcellar.server.unused import UnusedWatch
 from kvcellar.store.limits import StoreLimits
 from kvcellar.store.machine import Store
 from kvcellar.store.policies import policy_from_name
@@ -71,12 +72,20 @@ async def _serve(config: ServerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     server = ControlServer(config, SystemClock())
+    unused = UnusedWatch(
+        config.stop_when_unused_s,
+        lambda: bool(server.node.roster.instances),
+        stopping.set,
+        clock=SystemClock(),
+    )
     try:
         await server.start()
+        unused.start()
         _keep_collections_short()
         await stopping.wait()
         _log.info("stopping", boot_id=server.node.boot_id.hex()[:8])
     finally:
+        unused.stop()
         server.stop()
     _log.info("stopped", boot_id=server.node.boot_id.hex()[:8])
 

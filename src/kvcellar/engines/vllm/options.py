@@ -30,6 +30,10 @@ class ConnectorOptions:
         eager_prefetch: look up when a request arrives rather than when it is first considered.
         save_decode_cache: also store chunks that hold generated tokens.
         load_failure_policy: "recompute" or "fail": what becomes of a request whose load failed.
+        autostart: start a server on this host where none answers.
+        autostart_server_args: further flags of that server, as on a command line.
+        autostart_wait_s: how long the engine's start waits for it.
+        server_module: what is run to start it; follows from the connector's name.
         copy_delay_s: for tests only: every copy waits so long before it touches its bytes.
     """
 
@@ -41,6 +45,10 @@ class ConnectorOptions:
     eager_prefetch: bool = False
     save_decode_cache: bool = False
     load_failure_policy: str = "recompute"
+    autostart: bool = False
+    autostart_server_args: str = ""
+    autostart_wait_s: float = 90.0
+    server_module: str = "kvcellar"
     copy_delay_s: float = 0.0
 
 
@@ -53,6 +61,9 @@ OPTION_KEYS: Mapping[str, str] = {
     "kvcellar.eager_prefetch": "eager_prefetch",
     "kvcellar.save_decode_cache": "save_decode_cache",
     "kvcellar.load_failure_policy": "load_failure_policy",
+    "kvcellar.autostart": "autostart",
+    "kvcellar.autostart.server_args": "autostart_server_args",
+    "kvcellar.autostart.wait_timeout_s": "autostart_wait_s",
     "kvcellar.testing.copy_delay_s": "copy_delay_s",
 }
 """Key of `kv_connector_extra_config` to field of `ConnectorOptions`."""
@@ -128,7 +139,7 @@ def unknown_key(key: str, known: Collection[str], *, hint: str = "") -> ConfigEr
 
 
 def _checked(key: str, field: str, value: object) -> object:
-    if field in {"eager_prefetch", "save_decode_cache"}:
+    if field in {"eager_prefetch", "save_decode_cache", "autostart"}:
         if not isinstance(value, bool):
             raise ConfigError(f"{key}={value!r}: write true or false")
         return value
@@ -136,9 +147,10 @@ def _checked(key: str, field: str, value: object) -> object:
         if value not in _POLICIES:
             raise ConfigError(f"{key}={value!r}: write {' or '.join(_POLICIES)}")
         return value
-    if field == "host":
+    if field in {"host", "autostart_server_args"}:
         if not isinstance(value, str):
-            raise ConfigError(f"{key}={value!r}: write a host name, as in 'localhost'")
+            example = "localhost" if field == "host" else "--l1-size-gb 20"
+            raise ConfigError(f"{key}={value!r}: write a text, as in {example!r}")
         return value
     if field == "port":
         return _port_of(value, key)

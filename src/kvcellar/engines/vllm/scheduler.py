@@ -16,6 +16,7 @@ from kvcellar.client.link import Link
 from kvcellar.client.options import ClientOptions, Identity
 from kvcellar.clock import Clock, SystemClock
 from kvcellar.engines.vllm.adapters import Adapters
+from kvcellar.engines.vllm.autostart import ensure_server
 from kvcellar.engines.vllm.binding import Binder, Bound
 from kvcellar.engines.vllm.exchange import Exchange
 from kvcellar.engines.vllm.fuse import Fuse
@@ -85,7 +86,7 @@ class SchedulerHalf:
 
         Raises:
             UnsupportedModelError: see `support`.
-            ConfigError: a weight file cannot be read.
+            ConfigError: a weight file cannot be read, or `autostart` cannot be done.
         """
         self._block_tokens = require_supported(vllm_config, kv_cache_config)
         engine = _engine_digest(vllm_config, self._block_tokens)
@@ -106,6 +107,7 @@ class SchedulerHalf:
         self.fuse = Fuse()
         self.pins = Pins()
         self.holdings = Holdings(self._clock)
+        self._server = ensure_server(options, clock=self._clock)
         self._link = _make_link(vllm_config, options, self.holdings, self._clock)
         self._wire(engine)
         self._link.start()
