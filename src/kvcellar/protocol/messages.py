@@ -14,14 +14,15 @@ import msgspec
 
 from kvcellar.layout.shard import ShardLayout
 from kvcellar.protocol.limits import COUNTS_MAX, FIELDS_MAX, HANDLES_MAX, WORLD_SIZE_MAX
+from kvcellar.protocol.states import ChunkState, CommitOutcome, Role
 
 __all__ = [
-    "OFFSET_BYTES", "PROTOCOL_VERSION", "REF_BYTES", "Abort", "Bind", "Cancel", "ChunkState",
-    "Clear", "Cleared", "Commit", "CommitOutcome", "CommitReply", "Damaged", "Delete", "Deleted",
-    "ErrorReply", "Explain", "Explained", "Goodbye", "Heartbeat", "HeartbeatReply", "Hello",
-    "Loaded", "Locate", "Located", "Lookup", "LookupNote", "LookupReply", "ObjectList", "Objects",
-    "Ok", "Ping", "Pong", "Release", "Reply", "Request", "Reserve", "ReserveReply", "Role",
-    "Status", "StatusReply", "Welcome",
+    "OFFSET_BYTES", "PROTOCOL_VERSION", "REF_BYTES", "Abort", "AwaitFetch", "Bind", "Cancel",
+    "ChunkState", "Clear", "Cleared", "Commit", "CommitOutcome", "CommitReply", "Damaged",
+    "Delete", "Deleted", "ErrorReply", "Explain", "Explained", "Goodbye", "Heartbeat",
+    "HeartbeatReply", "Hello", "Loaded", "Locate", "Located", "Lookup", "LookupNote",
+    "LookupReply", "ObjectList", "Objects", "Ok", "Ping", "Pong", "Release", "Reply", "Request",
+    "Reserve", "ReserveReply", "Role", "Status", "StatusReply", "Welcome",
 ]  # fmt: skip
 
 PROTOCOL_VERSION = 1
@@ -36,39 +37,6 @@ Handles = Annotated[tuple[int, ...], msgspec.Meta(max_length=HANDLES_MAX)]
 ShardSizes = Annotated[tuple[int, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
 Counts = Annotated[dict[str, int], msgspec.Meta(max_length=COUNTS_MAX)]
 Fields = Annotated[dict[str, str], msgspec.Meta(max_length=FIELDS_MAX)]
-
-
-class Role:
-    """What a client is; decides what it may ask and whether it gets the arena."""
-
-    SCHEDULER = "scheduler"
-    WORKER = "worker"
-    TOOL = "tool"
-
-
-class ChunkState:
-    """One byte for each key of a `Reserve`."""
-
-    PRESENT = 0
-    """Stored already, complete: nothing to do."""
-    RESERVED = 1
-    """Slots are reserved: copy, then commit."""
-    BUSY = 2
-    """Another writer is storing it: nothing to do."""
-    FULL = 3
-    """No memory can be had now: not stored, and neither is what follows."""
-
-
-class CommitOutcome:
-    """What a `Commit` or `Abort` of one shard came to."""
-
-    PENDING = 0
-    """Noted; other shards are still out."""
-    VISIBLE = 1
-    """That was the last shard: the chunks can be found now."""
-    DROPPED = 2
-    """The chunks will not become visible: another shard failed, the cache was cleared meanwhile,
-    or another writer was first. The slots are the server's again."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=False):
@@ -154,9 +122,26 @@ class Lookup(_Message, tag="lookup", frozen=True, array_like=True):
 
     Attributes:
         keys: 32 bytes a chunk, in prefix order, at most `limits.KEYS_MAX`.
+        fetch: whether chunks that are not in the arena may be fetched from the tiers.
     """
 
     keys: bytes
+    fetch: bool = True
+
+
+class AwaitFetch(_Message, tag="await_fetch", frozen=True, array_like=True):
+    """Wait for a fetch that a lookup began. Reply: `LookupReply`, when it is over or late.
+
+    The reply leases the whole prefix that is there by then, and stands in no order with those to
+    other requests. It is empty where there is no such fetch: then the lookup's answer stands.
+
+    Attributes:
+        fetch: the handle.
+        wait_s: how long to wait at most.
+    """
+
+    fetch: int
+    wait_s: float
 
 
 class Release(_Message, tag="release", frozen=True, array_like=True):
@@ -312,9 +297,11 @@ class Clear(_Message, tag="clear", frozen=True, array_like=True):
 
     Attributes:
         namespace: 32 bytes, or empty for everything.
+        tiers: also what the tiers hold; without it they keep theirs.
     """
 
     namespace: bytes = b""
+    tiers: bool = False
 
 
 class Ping(_Message, tag="ping", frozen=True, array_like=True):
@@ -403,11 +390,14 @@ class LookupReply(_Message, tag="lookup_reply", frozen=True, array_like=True):
         count: leading chunks that are complete.
         lease: handle that holds all of them, 0 when `count` is 0.
         refs: `REF_BYTES` for each shard of each chunk, chunk after chunk.
+        fetch: above 0: what comes after `count` is being looked for in the tiers, under this
+            handle; see `AwaitFetch`.
     """
 
     count: int
     lease: int
     refs: bytes
+    fetch: int = 0
 
 
 class ReserveReply(_Message, tag="reserve_reply", frozen=True, array_like=True):
@@ -431,10 +421,17 @@ class CommitReply(_Message, tag="commit_reply", frozen=True, array_like=True):
 
 
 class Cleared(_Message, tag="cleared", frozen=True, array_like=True):
-    """What a clear removed (leased slots are freed at their release)."""
+    """What a clear removed (leased slots are freed at their release).
+
+    Attributes:
+        chunks: that left the arena.
+        size_bytes: of their slots.
+        tier_chunks: that left the tiers; -1 where they could not be reached and may keep some.
+    """
 
     chunks: int
     size_bytes: int
+    tier_chunks: int = 0
 
 
 class Explained(_Message, tag="explained", frozen=True, array_like=True):
@@ -477,8 +474,9 @@ class StatusReply(_Message, tag="status_reply", frozen=True, array_like=True):
 
 
 Request = (
-    Locate | Hello | Bind | Heartbeat | Lookup | Release | Reserve | Commit | Abort | Cancel |
-    Loaded | Damaged | LookupNote | Explain | Objects | Delete | Clear | Ping | Status | Goodbye
+    Locate | Hello | Bind | Heartbeat | Lookup | AwaitFetch | Release | Reserve | Commit | Abort |
+    Cancel | Loaded | Damaged | LookupNote | Explain | Objects | Delete | Clear | Ping | Status |
+    Goodbye
 )  # fmt: skip
 Reply = (
     ErrorReply | Located | Welcome | Ok | HeartbeatReply | LookupReply | ReserveReply |
