@@ -44,7 +44,7 @@ FAULTS = {
     "a child is not counted": lambda store: _change(_entry(store, "a"), "children", -1),
     "a child is counted twice": lambda store: _change(_entry(store, "a"), "children", 1),
     "an entry is kept for nothing": lambda store: store.catalog.link(
-        key("x"), _entry(store, "a").namespace, parent=b""
+        key("x"), _entry(store, "a").namespace, parent=b"", tenant=_entry(store, "a").tenant
     ),
     "an entry has another's key": lambda store: setattr(_entry(store, "c"), "key", key("x")),
     "a parent is not there": lambda store: setattr(_entry(store, "c"), "parent", key("x")),
@@ -68,6 +68,13 @@ FAULTS = {
     "stored chunks are miscounted": lambda store: _change(store.statistics, "stored", 1),
     "dropped chunks are miscounted": lambda store: _change(store.statistics, "dropped", 1),
     "evictions are miscounted": lambda store: _change(store.statistics, "evicted", 1),
+    "an account is too large": lambda store: _change(_entry(store, "a").tenant, "used_bytes", PAGE),
+    "a chunk is on another's account": lambda store: setattr(
+        _entry(store, "c"), "tenant", store.catalog.shares.tenant("else")
+    ),
+    "a quota is not in the sum": lambda store: setattr(
+        _entry(store, "a").tenant, "limit_bytes", PAGE
+    ),
     "hits are miscounted": lambda store: _change(store.statistics, "chunks_hit", 9),
 }
 

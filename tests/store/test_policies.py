@@ -10,13 +10,15 @@ from tests.store.bed import SPACE
 from kvcellar.config.server import EVICTION_POLICIES
 from kvcellar.errors import ConfigError
 from kvcellar.store.entries import Entry, Namespace
-from kvcellar.store.policies import LRU, Noop, policy_from_name
+from kvcellar.store.policies import LRU, IsolatedLRU, Noop, policy_from_name
+from kvcellar.tenancy.ranking import Tenant
 
 NAMESPACE = Namespace(SPACE, (1,), (4096,))
+TENANT = Tenant("")
 
 
 def _entry(tick):
-    entry = Entry(tick.to_bytes(32, "big"), NAMESPACE)
+    entry = Entry(tick.to_bytes(32, "big"), NAMESPACE, TENANT)
     entry.tick = tick
     return entry
 
@@ -128,6 +130,7 @@ def test_noop_names_nobody():
 
 def test_the_policies_are_those_that_the_command_line_knows():
     policies = {name: policy_from_name(name) for name in EVICTION_POLICIES}
-    assert {name: type(policy) for name, policy in policies.items()} == {"LRU": LRU, "noop": Noop}
+    kinds = {"LRU": LRU, "IsolatedLRU": IsolatedLRU, "noop": Noop}
+    assert {name: type(policy) for name, policy in policies.items()} == kinds
     with pytest.raises(ConfigError, match="--eviction-policy ARC"):
         policy_from_name("ARC")

@@ -77,7 +77,8 @@ def is_switched_on(variable: str) -> bool:
 _MISSING = {
     "l1_bytes": "--l1-size-gb is missing: say how much memory the cache may take, "
     "as in --l1-size-gb 20",
-    "eviction_policy": "--eviction-policy is missing: write --eviction-policy LRU (or noop)",
+    "eviction_policy": "--eviction-policy is missing: write --eviction-policy LRU (or "
+    "IsolatedLRU, noop)",
 }
 
 
@@ -107,13 +108,8 @@ def _size(flag: str, text: str) -> int:
 def _policy(flag: str, text: str) -> str:
     if text in EVICTION_POLICIES:
         return text
-    later = {
-        "IsolatedLRU": "quotas for each cache_salt are not yet in kvcellar 0.1; use LRU (chunks of "
-        "different salts never match each other there either)",
-        "ARC": "not yet in kvcellar 0.1; use LRU",
-    }
-    if text in later:
-        raise ConfigError(f"{flag} {text}: {later[text]}")
+    if text == "ARC":
+        raise ConfigError(f"{flag} {text}: not yet in kvcellar 0.1; use LRU")
     same = [policy for policy in EVICTION_POLICIES if policy.lower() == text.lower()]
     hint = f"did you mean {same[0]}?" if same else f"choose {' or '.join(EVICTION_POLICIES)}"
     raise ConfigError(f"{flag} {text}: no such policy; {hint}")

@@ -4,14 +4,16 @@ Entries form a forest by their parents' keys. An entry stays as long as one of t
 complete, a reservation is writing it, another entry has it as parent. The last keeps the count of
 children right when a parent is removed and stored again, and with it the promise that a tail
 leaves before its head. Eviction candidates are told to the policy here, where they become so, and
-slots go back to the allocator here and in `Room`, nowhere else. Called by the store only.
+slots go back to the allocator here and in `Room`, nowhere else; so do the tenants' accounts go
+down here and up there. Called by the store only.
 """
 
 from kvcellar.memory.slots import SlotAllocator
 from kvcellar.store.departures import Departures
 from kvcellar.store.entries import Entry, Namespace
 from kvcellar.store.policies import EvictionPolicy
-from kvcellar.store.reservations import Reservation
+from kvcellar.store.reservations import PendingChunk, Reservation
+from kvcellar.tenancy.ranking import Tenant
 
 __all__ = ["Catalog"]
 
@@ -22,6 +24,7 @@ class Catalog:
     Attributes:
         allocator: where slots come from.
         policy: who says what leaves.
+        shares: the tenants' accounts, which are the policy's.
         entries: by key.
         writers: the reservations that can still make a key complete, oldest first.
         departures: why keys that are asked for are not here.
@@ -32,13 +35,14 @@ class Catalog:
     def __init__(self, allocator: SlotAllocator, policy: EvictionPolicy) -> None:
         self.allocator = allocator
         self.policy = policy
+        self.shares = policy.shares
         self.entries: dict[bytes, Entry] = {}
         self.writers: dict[bytes, list[Reservation]] = {}
         self.departures = Departures()
         self.chunks = 0
         self.objects = 0
 
-    def link(self, key: bytes, namespace: Namespace, *, parent: bytes) -> Entry:
+    def link(self, key: bytes, namespace: Namespace, *, parent: bytes, tenant: Tenant) -> Entry:
         """Return the entry of `key`, made and hung below `parent` if need be.
 
         From here on the parent is no leaf, so making room for a chunk never evicts its own
@@ -46,9 +50,9 @@ class Catalog:
         """
         entry = self.entries.get(key)
         if entry is None:
-            entry = self._add(key, namespace)
+            entry = self._add(key, namespace, tenant)
         if not entry.parent and parent:
-            above = self.entries.get(parent) or self._add(parent, namespace)
+            above = self.entries.get(parent) or self._add(parent, namespace, tenant)
             if above.namespace is namespace and not self._descends(above, entry):
                 entry.parent = above.key
                 above.children += 1
@@ -67,10 +71,11 @@ class Catalog:
             del self.writers[key]
             self._prune(self.entries[key])
 
-    def fill(self, entry: Entry, refs: bytes, *, tick: int) -> None:
-        """Make an entry complete: from now on a lookup finds it."""
+    def fill(self, entry: Entry, refs: bytes, *, tick: int, tenant: Tenant) -> None:
+        """Make an entry complete: from now on a lookup finds it, and `tenant` holds its slots."""
         assert not entry.refs, entry.key.hex()
         entry.refs = refs
+        entry.tenant = tenant
         entry.tick = tick
         self.chunks += 1
         self.objects += len(entry.namespace.shard_bytes)
@@ -87,7 +92,7 @@ class Catalog:
         self.objects -= len(entry.namespace.shard_bytes)
         self.policy.withdraw(entry)
         if entry.leases:
-            heir = Entry(entry.key, entry.namespace)
+            heir = Entry(entry.key, entry.namespace, entry.tenant)
             heir.parent = entry.parent
             heir.children = entry.children
             self.entries[entry.key] = heir
@@ -108,14 +113,14 @@ class Catalog:
         """Return whether the record is in the catalogue; one that is not lives by its leases."""
         return self.entries.get(entry.key) is entry
 
-    def free_offsets(self, namespace: Namespace, offsets: bytes) -> None:
+    def free_reserved(self, held: Reservation, chunk: PendingChunk) -> None:
         """Give the slots of a reserved chunk back."""
-        places = namespace.packer.unpack(offsets)
-        for offset, size_bytes in zip(places, namespace.shard_bytes, strict=True):
-            self.allocator.free(offset, size_bytes)
+        for offset, taken_bytes in held.namespace.extents_of_offsets(chunk.offsets):
+            self.allocator.free(offset, taken_bytes)
+        self.shares.discharge(held.tenant, held.namespace.chunk_bytes)
 
-    def _add(self, key: bytes, namespace: Namespace) -> Entry:
-        entry = Entry(key, namespace)
+    def _add(self, key: bytes, namespace: Namespace, tenant: Tenant) -> Entry:
+        entry = Entry(key, namespace, tenant)
         self.entries[key] = entry
         namespace.entries += 1
         return entry
@@ -153,3 +158,4 @@ class Catalog:
         refs, entry.refs = entry.refs, b""
         for offset, taken_bytes in entry.namespace.extents_of_refs(refs):
             self.allocator.free(offset, taken_bytes)
+        self.shares.discharge(entry.tenant, entry.namespace.chunk_bytes)

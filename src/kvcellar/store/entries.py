@@ -11,6 +11,7 @@ from typing import NewType
 
 from kvcellar.keys.digest import NamespaceId
 from kvcellar.protocol.messages import OFFSET_BYTES, REF_BYTES
+from kvcellar.tenancy.ranking import Tenant
 
 __all__ = ["Entry", "Namespace", "OwnerId"]
 
@@ -59,6 +60,8 @@ class Entry:
     Attributes:
         key: 32 bytes.
         namespace: where it belongs.
+        tenant: who stored it, and so whose account its slots are on; keys differ by salt, so
+            nobody else finds it.
         parent: key of the chunk before it; empty for the first of a prefix or where unknown.
         refs: `REF_BYTES` for each shard; empty while the chunk is not complete.
         leases: read leases that hold it.
@@ -67,11 +70,22 @@ class Entry:
         mark: whatever the eviction policy wants to remember of it.
     """
 
-    __slots__ = ("children", "key", "leases", "mark", "namespace", "parent", "refs", "tick")
+    __slots__ = (
+        "children",
+        "key",
+        "leases",
+        "mark",
+        "namespace",
+        "parent",
+        "refs",
+        "tenant",
+        "tick",
+    )
 
-    def __init__(self, key: bytes, namespace: Namespace) -> None:
+    def __init__(self, key: bytes, namespace: Namespace, tenant: Tenant) -> None:
         self.key = key
         self.namespace = namespace
+        self.tenant = tenant
         self.parent = b""
         self.refs = b""
         self.leases = 0

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from kvcellar.store.entries import Entry
 from kvcellar.store.machine import Store
+from kvcellar.tenancy.ranking import Tenant
 
 __all__ = ["check"]
 
@@ -21,6 +22,7 @@ def check(store: Store) -> None:
     _check_entries(store)
     _check_writers(store)
     _check_leases(store)
+    _check_tenants(store)
     _check_statistics(store)
 
 
@@ -94,6 +96,20 @@ def _check_leases(store: Store) -> None:
         assert entry.leases == counts[entry], (entry.key, entry.leases, counts[entry])
 
 
+def _check_tenants(store: Store) -> None:
+    shares = store.catalog.shares
+    shares.check()
+    held = Counter[Tenant]()
+    for entry in [*store.catalog.entries.values(), *_retired(store)]:
+        if entry.refs:
+            held[entry.tenant] += entry.namespace.chunk_bytes
+    for reservation in store.reservations:
+        held[reservation.tenant] += len(reservation.chunks) * reservation.namespace.chunk_bytes
+    assert {tenant: tenant.used_bytes for tenant in shares if tenant.used_bytes} == +held
+    assert shares.used_bytes == store.catalog.allocator.used_bytes
+    assert shares.capacity_bytes == store.catalog.allocator.total_bytes
+
+
 def _check_statistics(store: Store) -> None:
     counted = store.statistics
     complete = [entry for entry in store.catalog.entries.values() if entry.refs]
@@ -106,4 +122,5 @@ def _check_statistics(store: Store) -> None:
     assert counted.reserved_chunks == sum(len(held.chunks) for held in store.reservations)
     assert counted.reserved == counted.stored + counted.dropped + pending
     assert counted.stored == len(complete) + counted.evicted + counted.damaged + counted.cleared
+    assert counted.evicted_quota <= counted.evicted
     assert counted.chunks_hit <= counted.chunks_asked

@@ -9,16 +9,13 @@ that was second) is a value; errors are for clients that break the protocol.
 
 from collections.abc import Collection, Iterable
 
-import msgspec
-
-from kvcellar.errors import LimitError, MalformedError, MismatchError, NotRegisteredError
+from kvcellar.errors import MalformedError, NotRegisteredError
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
 from kvcellar.memory.slots import SlotAllocator
-from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import OFFSET_BYTES, REF_BYTES, ChunkState, CommitOutcome
 from kvcellar.store.catalog import Catalog
 from kvcellar.store.departures import Reason
-from kvcellar.store.entries import Entry, Namespace, OwnerId
+from kvcellar.store.entries import Entry, OwnerId
 from kvcellar.store.holdings import Holdings
 from kvcellar.store.leases import Lease
 from kvcellar.store.limits import StoreLimits
@@ -27,26 +24,9 @@ from kvcellar.store.policies import EvictionPolicy
 from kvcellar.store.reservations import PendingChunk, Reservation
 from kvcellar.store.room import Room
 from kvcellar.store.statistics import StoreStatistics
+from kvcellar.store.wire import SEAL_BYTES, Hit, Reserved, check_reserve, count_keys, join_refs
 
 __all__ = ["Hit", "Reserved", "Store"]
-
-_SEAL_BYTES = REF_BYTES - OFFSET_BYTES
-
-
-class Hit(msgspec.Struct, frozen=True):
-    """The answer to a lookup; its fields are those of `LookupReply`."""
-
-    count: int
-    lease: int
-    refs: bytes
-
-
-class Reserved(msgspec.Struct, frozen=True):
-    """The answer to a reserve; its fields are those of `ReserveReply`."""
-
-    reservation: int
-    states: bytes
-    offsets: bytes
 
 
 class Store:
@@ -98,6 +78,17 @@ class Store:
         """Take in a growth step of the arena whose memory is there."""
         self._allocator.add_step(offset, size_bytes)
         self.room.steps.add(offset, size_bytes)
+        self.catalog.shares.capacity_bytes += size_bytes
+
+    def shrink(self, tenant: str) -> bool:
+        """Evict some chunks of a tenant that holds more than its quota, which was lowered.
+
+        Returns:
+            Whether more of them can leave; call again then.
+        """
+        shares, before = self.catalog.shares, self._counters.evicted
+        self.room.shrink(shares.tenant(tenant))
+        return self._counters.evicted > before and shares.over_bytes(shares.tenant(tenant)) > 0
 
     def bind(self, namespace: NamespaceId, shard_bytes: tuple[int, ...]) -> None:
         """Make a namespace known; several instances may bind the same one.
@@ -130,7 +121,7 @@ class Store:
         space = self._namespaces.bound(namespace)
         counters = self._counters
         counters.lookups += 1
-        counters.chunks_asked += _count_keys(keys)
+        counters.chunks_asked += count_keys(keys)
         if self.leases.count_of(owner) >= self._limits.leases_max:
             counters.lookups_refused += 1
             return Hit(0, 0, b"")
@@ -150,6 +141,7 @@ class Store:
         count = len(found)
         counters.chunks_hit += count
         counters.leased_chunks += count
+        self.catalog.shares.touch(found[-1].tenant)
         refs = b"".join([entry.refs for entry in found])
         return Hit(count, self.leases.add(owner, Lease(request, found)), refs)
 
@@ -196,6 +188,7 @@ class Store:
         writers: tuple[OwnerId, ...],
         now_s: float,
         request: int,
+        tenant: str = "",
     ) -> Reserved:
         """Reserve slots for all shards of the chunks that are new, as far as they fit.
 
@@ -207,6 +200,7 @@ class Store:
             writers: the living owner of each rank, in rank order.
             now_s: the time now, in seconds that never go back.
             request: id of the request, for heartbeats.
+            tenant: on whose account the slots go.
 
         Returns:
             A handle (0 if nothing was reserved), a `ChunkState` for each key, and `OFFSET_BYTES`
@@ -219,11 +213,18 @@ class Store:
             LimitError: there are too many of them.
         """
         space = self._namespaces.bound(namespace)
-        count = _count_keys(keys)
-        _check_reserve(space, parent=parent, writers=writers)
+        count = count_keys(keys)
+        check_reserve(space, parent=parent, writers=writers)
         self._tick += 1
         self.catalog.departures.now_s = now_s
-        pending = Reservation(owner, space, writers=writers, reserved_s=now_s, request=request)
+        pending = Reservation(
+            owner,
+            space,
+            tenant=self.catalog.shares.tenant(tenant),
+            writers=writers,
+            reserved_s=now_s,
+            request=request,
+        )
         states = bytearray()
         if self.reservations.count_of(owner) < self._limits.reservations_max:
             for at in range(0, len(keys), KEY_BYTES):
@@ -264,10 +265,10 @@ class Store:
             MalformedError: the shard is not this owner's, or the number of seals is wrong.
         """
         held = self._writing(owner, reservation, shard)
-        if len(seals) != len(held.chunks) * _SEAL_BYTES:
+        if len(seals) != len(held.chunks) * SEAL_BYTES:
             raise MalformedError(
                 f"commit of reservation {reservation}: {len(seals)} bytes of seals for "
-                f"{len(held.chunks)} chunks: send {_SEAL_BYTES} bytes for each"
+                f"{len(held.chunks)} chunks: send {SEAL_BYTES} bytes for each"
             )
         if shard in held.out:
             held.out.discard(shard)
@@ -384,12 +385,13 @@ class Store:
     def _reserve_chunk(self, pending: Reservation, key: bytes, *, parent: bytes) -> int:
         catalog = self.catalog
         entry = catalog.entries.get(key)
-        if entry is not None and entry.namespace is not pending.namespace:
-            # A key names its namespace, so only a client that lies comes here.
-            return ChunkState.BUSY
-        if entry is not None and entry.refs:
-            entry.tick = self._tick
-            return ChunkState.PRESENT
+        if entry is not None:
+            if entry.refs and entry.namespace is pending.namespace:
+                entry.tick = self._tick
+                return ChunkState.PRESENT
+            if not pending.may_write(entry):
+                # A key names its namespace and tenant, so only a client that lies comes here.
+                return ChunkState.BUSY
         writers = catalog.writers.get(key)
         if writers:
             age_s = pending.reserved_s - writers[-1].reserved_s
@@ -397,7 +399,7 @@ class Store:
                 self._counters.busy += 1
                 return ChunkState.BUSY
         is_second = bool(writers)
-        entry = catalog.link(key, pending.namespace, parent=parent)
+        entry = catalog.link(key, pending.namespace, parent=parent, tenant=pending.tenant)
         # A writer keeps its entry: making room may evict the last child that has kept it so far.
         catalog.add_writer(entry, pending)
         offsets = self.room.allocate(entry, pending)
@@ -436,54 +438,23 @@ class Store:
         self._counters.reserved_chunks -= len(held.chunks)
         if held.is_void:
             for chunk in held.chunks:
-                self.catalog.free_offsets(held.namespace, chunk.offsets)
+                self.catalog.free_reserved(held, chunk)
             return CommitOutcome.DROPPED
         return CommitOutcome.VISIBLE if self._publish(held) else CommitOutcome.DROPPED
 
     def _publish(self, held: Reservation) -> bool:
         self._tick += 1
+        self.catalog.shares.touch(held.tenant)
         stored = 0
         for index, chunk in enumerate(held.chunks):
             entry = self.catalog.entries[chunk.key]
             if entry.refs:
-                self.catalog.free_offsets(held.namespace, chunk.offsets)
+                self.catalog.free_reserved(held, chunk)
             else:
                 stored += 1
-                self.catalog.fill(entry, _join_refs(chunk, held.seals, index), tick=self._tick)
+                refs = join_refs(chunk.offsets, held.seals, index)
+                self.catalog.fill(entry, refs, tick=self._tick, tenant=held.tenant)
             self.catalog.drop_writer(chunk.key, held)
         self._counters.stored += stored
         self._counters.dropped += len(held.chunks) - stored
         return stored > 0
-
-
-def _join_refs(chunk: PendingChunk, seals: list[bytes], index: int) -> bytes:
-    at = index * _SEAL_BYTES
-    return b"".join(
-        [
-            part
-            for shard, sealed in enumerate(seals)
-            for part in (
-                chunk.offsets[shard * OFFSET_BYTES : (shard + 1) * OFFSET_BYTES],
-                sealed[at : at + _SEAL_BYTES],
-            )
-        ]
-    )
-
-
-def _check_reserve(space: Namespace, *, parent: bytes, writers: tuple[OwnerId, ...]) -> None:
-    if len(parent) not in (0, KEY_BYTES):
-        raise MalformedError(f"parent has {len(parent)} bytes: send 0 or {KEY_BYTES}")
-    if len(writers) != len(space.shard_bytes):
-        raise MismatchError(
-            f"the instance has {len(writers)} ranks, its namespace {len(space.shard_bytes)} "
-            "shards a chunk: each rank writes one"
-        )
-
-
-def _count_keys(keys: bytes) -> int:
-    count, rest = divmod(len(keys), KEY_BYTES)
-    if rest:
-        raise MalformedError(f"{len(keys)} bytes are no list of keys of {KEY_BYTES} bytes")
-    if count > KEYS_MAX:
-        raise LimitError(f"{count} keys in one request: send at most {KEYS_MAX}")
-    return count

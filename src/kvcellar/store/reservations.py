@@ -7,7 +7,8 @@ can touch them any more, for a DMA may still run. Kept in `Holdings`, moved on b
 
 from typing import NamedTuple
 
-from kvcellar.store.entries import Namespace, OwnerId
+from kvcellar.store.entries import Entry, Namespace, OwnerId
+from kvcellar.tenancy.ranking import Tenant
 
 __all__ = ["PendingChunk", "Reservation"]
 
@@ -33,6 +34,7 @@ class Reservation:
         request: id of the request that granted it, in its owner's count; 0 when the connection
             over which it was granted is gone.
         namespace: where its chunks belong.
+        tenant: on whose account their slots are.
         writers: the owner of each rank, in rank order.
         reserved_s: when it was made.
         chunks: what is being written.
@@ -51,6 +53,7 @@ class Reservation:
         "request",
         "reserved_s",
         "seals",
+        "tenant",
         "writers",
     )
 
@@ -59,6 +62,7 @@ class Reservation:
         owner: OwnerId,
         namespace: Namespace,
         *,
+        tenant: Tenant,
         writers: tuple[OwnerId, ...],
         reserved_s: float,
         request: int,
@@ -66,6 +70,7 @@ class Reservation:
         self.handle = 0
         self.owner = owner
         self.namespace = namespace
+        self.tenant = tenant
         self.writers = writers
         self.reserved_s = reserved_s
         self.request = request
@@ -73,3 +78,7 @@ class Reservation:
         self.seals = [b""] * len(writers)
         self.out = set(range(len(writers)))
         self.is_void = False
+
+    def may_write(self, entry: Entry) -> bool:
+        """Return whether an entry that is there already belongs where this one's chunks do."""
+        return entry.namespace is self.namespace and entry.tenant.name == self.tenant.name

@@ -1,9 +1,10 @@
 """Room for a chunk: slots for all its shards or for none, evicting only when they are asked for.
 
-First whatever is free; then leaves, as the policy names them; and where shards of several sizes
-have cut the free memory into runs that are all too short, one growth step is emptied whole, the
-coldest in which that is sure to help. Nothing that is leased or being written is ever moved, nor
-is the prefix of the chunk that wants in. Called by the store for each new chunk.
+A tenant with a quota stays within it: its own chunks leave for its new ones. Then whatever is
+free; then leaves, as the policy names them; and where shards of several sizes have cut the free
+memory into runs that are all too short, one growth step is emptied whole, the coldest in which
+that is sure to help, whosever the chunks in it are. Nothing that is leased or being written is
+ever moved, nor is the prefix of the chunk that wants in. Called by the store for each new chunk.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from kvcellar.store.leases import Lease
 from kvcellar.store.reservations import Reservation
 from kvcellar.store.statistics import StoreStatistics
 from kvcellar.store.steps import StepMap
+from kvcellar.tenancy.ranking import Tenant
 
 __all__ = ["Room"]
 
@@ -51,7 +53,12 @@ class Room:
             entry: the chunk, linked below its parent already, so that the parent is no leaf.
             pending: the reservation in the making, whose slots are not in the books yet.
         """
-        space = entry.namespace
+        space, tenant = entry.namespace, pending.tenant
+        if self._catalog.shares.over_bytes(tenant, space.chunk_bytes):
+            self.shrink(tenant, space.chunk_bytes)
+            if self._catalog.shares.over_bytes(tenant, space.chunk_bytes):
+                self._counters.refused_quota += 1
+                return None
         taken: list[int] = []
         for size_bytes in space.shard_bytes:
             offset = self._allocator.allocate(size_bytes)
@@ -62,7 +69,19 @@ class Room:
                     self._allocator.free(freed, freed_bytes)
                 return None
             taken.append(offset)
+        self._catalog.shares.charge(tenant, space.chunk_bytes)
         return space.packer.pack(*taken)
+
+    def shrink(self, tenant: Tenant, wanted_bytes: int = 0) -> None:
+        """Evict chunks of `tenant` until its quota has room for `wanted_bytes`; a few at most."""
+        for _ in range(_VICTIMS_MAX):
+            if not self._catalog.shares.over_bytes(tenant, wanted_bytes):
+                return
+            victim = self._catalog.policy.take_from(tenant)
+            if victim is None:
+                return
+            self._evict(victim)
+            self._counters.evicted_quota += 1
 
     def evict_down_to(self, used_bytes: int, *, victims_max: int) -> int:
         """Evict in the policy's order until no more than `used_bytes` are in slots.

@@ -23,8 +23,10 @@ class StoreStatistics:
         dropped: reserved chunks that did not: a rank failed or died, the reservation was
             cancelled, the cache was cleared, or another writer was first.
         evicted: chunks that left to make room.
+        evicted_quota: those of them that left because their own tenant had reached its quota.
         steps_reclaimed: growth steps that were emptied because no run was long enough.
         refused_full: chunks not stored because no memory was to be had.
+        refused_quota: reserves cut short because their tenant's quota had no room.
         busy: chunks not stored because another writer was storing them.
         second_writers: chunks reserved although an older writer had them.
         damaged: chunks removed because a reader found a seal that did not match.
@@ -49,8 +51,10 @@ class StoreStatistics:
     stored: int = 0
     dropped: int = 0
     evicted: int = 0
+    evicted_quota: int = 0
     steps_reclaimed: int = 0
     refused_full: int = 0
+    refused_quota: int = 0
     busy: int = 0
     second_writers: int = 0
     damaged: int = 0
