@@ -14,6 +14,7 @@ import msgspec
 
 from kvcellar.layout.shard import ShardLayout
 from kvcellar.protocol.limits import COUNTS_MAX, FIELDS_MAX, HANDLES_MAX, WORLD_SIZE_MAX
+from kvcellar.protocol.quotas import QuotaList, Quotas, SetQuota
 from kvcellar.protocol.states import ChunkState, CommitOutcome, Role
 
 __all__ = [
@@ -21,8 +22,9 @@ __all__ = [
     "ChunkState", "Clear", "Cleared", "Commit", "CommitOutcome", "CommitReply", "Damaged",
     "Delete", "Deleted", "ErrorReply", "Explain", "Explained", "Goodbye", "Heartbeat",
     "HeartbeatReply", "Hello", "Loaded", "Locate", "Located", "Lookup", "LookupNote",
-    "LookupReply", "ObjectList", "Objects", "Ok", "Ping", "Pong", "Release", "Reply", "Request",
-    "Reserve", "ReserveReply", "Role", "Status", "StatusReply", "Welcome",
+    "LookupReply", "ObjectList", "Objects", "Ok", "Ping", "Pong", "QuotaList", "Quotas",
+    "Release", "Reply", "Request", "Reserve", "ReserveReply", "Role", "SetQuota", "Status",
+    "StatusReply", "Welcome",
 ]  # fmt: skip
 
 PROTOCOL_VERSION = 1
@@ -123,10 +125,12 @@ class Lookup(_Message, tag="lookup", frozen=True, array_like=True):
     Attributes:
         keys: 32 bytes a chunk, in prefix order, at most `limits.KEYS_MAX`.
         fetch: whether chunks that are not in the arena may be fetched from the tiers.
+        tenant: on whose account fetched chunks go, see `kvcellar.tenancy.names`.
     """
 
     keys: bytes
     fetch: bool = True
+    tenant: str = ""
 
 
 class AwaitFetch(_Message, tag="await_fetch", frozen=True, array_like=True):
@@ -158,11 +162,13 @@ class Reserve(_Message, tag="reserve", frozen=True, array_like=True):
         parent: key of the chunk before the first, empty where there is none.
         turn: of the ranks that hold the same shard, the one with this number writes it, counted
             round and round from 0.
+        tenant: on whose account they go, see `kvcellar.tenancy.names`.
     """
 
     keys: bytes
     parent: bytes
     turn: int = 0
+    tenant: str = ""
 
 
 class Commit(_Message, tag="commit", frozen=True, array_like=True):
@@ -475,10 +481,10 @@ class StatusReply(_Message, tag="status_reply", frozen=True, array_like=True):
 
 Request = (
     Locate | Hello | Bind | Heartbeat | Lookup | AwaitFetch | Release | Reserve | Commit | Abort |
-    Cancel | Loaded | Damaged | LookupNote | Explain | Objects | Delete | Clear | Ping | Status |
-    Goodbye
+    Cancel | Loaded | Damaged | LookupNote | Explain | Objects | Delete | Clear | SetQuota |
+    Quotas | Ping | Status | Goodbye
 )  # fmt: skip
 Reply = (
     ErrorReply | Located | Welcome | Ok | HeartbeatReply | LookupReply | ReserveReply |
-    CommitReply | Cleared | Explained | ObjectList | Deleted | Pong | StatusReply
+    CommitReply | Cleared | Explained | ObjectList | Deleted | QuotaList | Pong | StatusReply
 )  # fmt: skip
