@@ -58,7 +58,7 @@ def _own(found: tuple[Setting, ...]) -> Iterator[str]:
             default = f"Default `{setting.default}`."
         else:
             default = "Not set by default."
-        yield f"## `{setting.flag} {setting.value}`\n"
+        yield f"## `{f"{setting.flag} {setting.value}".strip()}`\n"
         yield f"{setting.description} {default}\n"
         yield f"*Change it:* {setting.change}\n"
 

@@ -22,7 +22,6 @@ _ONE_LOOP = "one event loop serves every engine and engines copy for themselves,
 _NO_POOL = "there is no such pool: memory is taken in the background, in steps"
 _KERNEL_TELLS = "the kernel tells when a client ends; nothing is reaped by a timer"
 _LEASES = "a lease ends with its holder's release or death, not by a timer"
-_ON_DEMAND = "chunks are evicted exactly when memory is needed, so there is no watermark"
 _DESCRIPTOR = "the arena is an anonymous file that engines get as a descriptor"
 _PAGES = "metrics are always at /metrics on --http-port"
 
@@ -135,8 +134,6 @@ _STORAGE = (
     *_noted_switch("gds-l1-use-direct-io", "there is no GDS tier in kvcellar 0.1"),
     _noted("--l1-write-ttl-seconds", _LEASES),
     _noted("--l1-read-ttl-seconds", _LEASES),
-    _noted("--eviction-trigger-watermark", _ON_DEMAND),
-    _noted("--eviction-ratio", _ON_DEMAND),
     _refused("--l2-store-policy", _NO_L2, fine=("default",)),
     _refused("--l2-prefetch-policy", _NO_L2, fine=("default",)),
     _noted("--l2-prefetch-max-in-flight", "there is no L2 in kvcellar 0.1"),

@@ -61,6 +61,9 @@ def load_server(
     if "log_level" not in values and log_level_variable in os.environ:
         values["log_level"] = _log_level(log_level_variable, os.environ[log_level_variable])
     values.setdefault("instance_id", str(uuid.uuid4()))
+    if "eviction_watermark" in values or "eviction_ratio" in values:
+        # Who writes one of them means the other as LMCache has it.
+        values = {"eviction_watermark": 0.8, "eviction_ratio": 0.2} | values
     config = msgspec.convert(values, ServerConfig)
     if config.port == config.http_port != 0 and config.host == config.http_host:
         raise ConfigError(
@@ -178,6 +181,20 @@ def _seconds(flag: str, text: str) -> float:
     return seconds
 
 
+def _fraction(flag: str, text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"{flag} {text}: write a fraction above 0 and up to 1, as in {flag} 0.8")
+    return fraction
+
+
+def _switch(_flag: str, _text: str) -> bool:
+    return True
+
+
 def _log_level(flag: str, text: str) -> str:
     level = text.upper()
     if level not in LOG_LEVELS:
@@ -200,4 +217,7 @@ _CHECKS: dict[str, Callable[[str, str], object]] = {
     "socket_dir": _folder,
     "stop_when_unused_s": _seconds,
     "log_level": _log_level,
+    "log_misses": _switch,
+    "eviction_watermark": _fraction,
+    "eviction_ratio": _fraction,
 }

@@ -46,6 +46,27 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "is to stay for good; otherwise LRU.",
         ),
     ]
+    eviction_watermark: Annotated[
+        float | None,
+        _meta(
+            "--eviction-trigger-watermark",
+            "FRACTION",
+            "Evict in the background once so much of L1 is in use, from 0 to 1. Without it nothing "
+            "leaves before its memory is needed, which keeps more and costs a store nothing: "
+            "making room for a chunk takes microseconds. With --eviction-ratio alone it is 0.8.",
+            change="When L1 is to stay below a fill level; not for speed.",
+        ),
+    ] = None
+    eviction_ratio: Annotated[
+        float | None,
+        _meta(
+            "--eviction-ratio",
+            "FRACTION",
+            "How much of L1 is made free when the watermark is reached, from 0 to 1. With "
+            "--eviction-trigger-watermark alone it is 0.2.",
+            change="Together with --eviction-trigger-watermark.",
+        ),
+    ] = None
     host: Annotated[
         str,
         _meta(
@@ -147,6 +168,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             change="When nobody else would stop the server, as in a batch job.",
         ),
     ] = 0.0
+    log_misses: Annotated[
+        bool,
+        _meta(
+            "--log-misses",
+            "",
+            "Log a line for each request that did not find all of its prompt, with the reason that "
+            "`kvcellar why-miss` gives.",
+            change="While you look for the reason why prompts do not hit.",
+        ),
+    ] = False
     log_level: Annotated[
         str,
         _meta(
@@ -192,7 +223,7 @@ def settings() -> tuple[Setting, ...]:
 def _setting(field: msgspec.structs.FieldInfo, meta: Meta) -> Setting:
     assert meta.extra is not None, field.name
     assert meta.description is not None, field.name
-    has_default = not field.required and field.default not in (None, "", ())
+    has_default = not field.required and field.default not in (None, "", (), False)
     return Setting(
         field=field.name,
         flag=meta.extra["flag"],

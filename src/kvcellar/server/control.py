@@ -31,6 +31,7 @@ from kvcellar.server.listener import UnixListener
 from kvcellar.server.node import ArenaShape, Node
 from kvcellar.server.strangers import Strangers
 from kvcellar.server.unused import UnusedWatch
+from kvcellar.server.watermark import Watermark
 from kvcellar.store.limits import StoreLimits
 from kvcellar.store.machine import Store
 from kvcellar.store.policies import policy_from_name
@@ -114,6 +115,7 @@ class ControlServer:
         self._listener: UnixListener | None = None
         self._http: HttpChild | None = None
         self._socket_path: Path | None = None
+        self._watermark = _watermark(self.node)
         loop = asyncio.get_running_loop()
         self._grower = ArenaGrower(
             self._arena,
@@ -157,11 +159,15 @@ class ControlServer:
         self._set_checks(self._listener, self._http)
         self._http.start()
         self._grower.start()
+        if self._watermark is not None:
+            self._watermark.start()
         self._log_start(port, int(http[0].getsockname()[1]))
 
     def stop(self) -> None:
         """Close everything; blocks for well under a second. May be called after a failed start."""
         self._door.close()
+        if self._watermark is not None:
+            self._watermark.stop()
         if self._listener is not None:
             self._listener.close()
         if self._http is not None:
@@ -237,6 +243,18 @@ class ControlServer:
             chunk_tokens=config.chunk_tokens,
             uids=",".join(str(uid) for uid in sorted({os.getuid(), 0, *config.client_uids})),
         )
+
+
+def _watermark(node: Node) -> Watermark | None:
+    config = node.config
+    if config.eviction_watermark is None or config.eviction_ratio is None:
+        return None
+    return Watermark(
+        node.store,
+        size_bytes=node.arena.size_bytes,
+        watermark=config.eviction_watermark,
+        ratio=config.eviction_ratio,
+    )
 
 
 def _from_thread(

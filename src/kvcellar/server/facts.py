@@ -90,6 +90,8 @@ def _instance(instance: Instance) -> InstanceFacts:
         scheduler=instance.scheduler is not None,
         chunk_tokens=instance.chunk_tokens if instance.namespace is not None else 0,
         namespace=instance.namespace.hex() if instance.namespace is not None else "",
+        refusal=instance.refusal,
+        counts=instance.counts,
     )
 
 
@@ -115,6 +117,9 @@ def _metrics(node: Node, parts: Mapping[str, str]) -> dict[str, Any]:
         "connections_total": meters.connections,
         "peers_refused_total": dict(meters.peers_refused),
         "client_deaths_total": meters.client_deaths,
+        "engine_chunks_total": meters.engine_chunks,
+        "lookup_tokens_total": meters.lookup_tokens,
+        "lookup_hit_tokens_total": meters.lookup_hit_tokens,
         "http_restarts_total": meters.http_restarts,
         "healthy": {name: int(not reason) for name, reason in parts.items()},
         "objects": statistics.objects,

@@ -9,7 +9,7 @@ never be mixed in one chunk. No sockets and no store in here: `node` acts on wha
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from kvcellar.errors import LimitError, MismatchError, NotRegisteredError
@@ -65,13 +65,17 @@ class Instance:
         workers: who has each rank's seat.
         namespace: what the scheduler bound; None before.
         chunk_tokens: of that namespace.
+        refusal: why its namespace was refused; empty where it was not.
+        counts: what its scheduler half counts, as it said last.
     """
 
     __slots__ = (
         "_turns",
         "chunk_tokens",
+        "counts",
         "name",
         "namespace",
+        "refusal",
         "scheduler",
         "workers",
         "world_size",
@@ -85,6 +89,8 @@ class Instance:
         self.workers: dict[int, Client] = {}
         self.namespace = None
         self.chunk_tokens = 0
+        self.refusal = ""
+        self.counts: Mapping[str, int] = {}
         self._turns: Counter[int] = Counter()
 
     def members(self) -> Iterator[Client]:

@@ -20,6 +20,7 @@ from kvcellar.protocol.limits import LAYOUT_REGIONS_MAX, TEXT_MAX, WORLD_SIZE_MA
 from kvcellar.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from kvcellar.server.instances import Client, Connection, Roster
 from kvcellar.server.meters import Meters
+from kvcellar.server.recent import Recent
 from kvcellar.store.machine import Store
 from kvcellar.telemetry.logs import EventLog
 
@@ -65,6 +66,7 @@ class Node:
         store: the catalogue.
         roster: who is here.
         meters: counters and histograms.
+        recent: the last lookups and namespaces, for explanations.
         arena: its planned shape.
         steps_ready: growth steps that hold memory, from the first on.
         failures: by part, what broke for good; pages show it and /healthcheck fails.
@@ -88,6 +90,7 @@ class Node:
         self.store = store
         self.roster = Roster()
         self.meters = Meters()
+        self.recent = Recent()
         self.arena = arena
         self.clock = clock
         self.steps_ready = 0

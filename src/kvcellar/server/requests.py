@@ -45,8 +45,10 @@ from kvcellar.protocol.messages import (
     StatusReply,
 )
 from kvcellar.server.facts import status_with_metrics
+from kvcellar.server.inquiries import Inquiries
 from kvcellar.server.instances import Client, Instance
 from kvcellar.server.node import Node
+from kvcellar.server.recent import NamespaceFacts
 from kvcellar.telemetry.logs import EventLog
 
 __all__ = ["Requests"]
@@ -83,6 +85,7 @@ class Requests:
             Ping: (_ANYONE, self._ping),
             Status: (_ANYONE, self._status),
             Goodbye: (_ANYONE, self._goodbye),
+            **Inquiries(node).table(),
         }
 
     def answer(self, client: Client, request: Request) -> Reply:
@@ -100,6 +103,8 @@ class Requests:
             if isinstance(request, Bind):
                 # Nothing is cached for that engine; its own log says so, and so must ours.
                 _log.warning("namespace refused", pid=client.hello.pid, reason=str(error))
+                if client.instance is not None:
+                    client.instance.refusal = str(error)
             return ErrorReply(request.id, error.code, str(error))
         except Exception as error:  # noqa: BLE001 - a request ends here, the server goes on.
             return self._bug(request, error)
@@ -183,6 +188,9 @@ class Requests:
             seen=request.seen,
         )
         instance = client.instance
+        if instance is not None and request.counts:
+            self._meters.count_engine(instance.counts, request.counts)
+            instance.counts = request.counts
         return HeartbeatReply(
             request.id,
             boot_id=self._node.boot_id,
@@ -231,7 +239,11 @@ class Requests:
                 chunk_tokens=request.chunk_tokens,
                 chunk_bytes=sum(request.shard_bytes),
             )
-        instance.namespace = namespace
+        facts = NamespaceFacts(
+            instance.name, client.hello.model, request.chunk_tokens, request.fields
+        )
+        self._node.recent.note_namespace(namespace, facts)
+        instance.namespace, instance.refusal = namespace, ""
         instance.chunk_tokens = request.chunk_tokens
         return Ok(request.id)
 

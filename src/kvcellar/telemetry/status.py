@@ -62,6 +62,8 @@ class InstanceFacts(msgspec.Struct, frozen=True):
         scheduler: whether the scheduler half is registered.
         chunk_tokens: tokens a chunk in its namespace; 0 before it is bound.
         namespace: hex; equal in instances that share chunks; empty before it is bound.
+        refusal: why the server refused its namespace; then nothing is cached for it.
+        counts: chunks that its scheduler half offered, by what became of them.
     """
 
     name: str
@@ -72,6 +74,8 @@ class InstanceFacts(msgspec.Struct, frozen=True):
     scheduler: bool
     chunk_tokens: int
     namespace: str
+    refusal: str = ""
+    counts: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
