@@ -2,13 +2,11 @@
 
 Each page asks the control loop one question with a deadline and answers whatever comes of it:
 nothing here holds state, and a control loop that is frozen makes 503s, not hanging connections.
-Only loopback may change anything. Errors are `{"detail": …}`.
+`admission` decides who may change anything. Errors are `{"detail": …}`.
 """
 
-import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,14 +17,16 @@ from starlette.routing import Route
 from kvcellar import __version__
 from kvcellar.errors import KVCellarError, RetryableError
 from kvcellar.protocol.messages import Clear, Cleared, Status, StatusReply
+from kvcellar.server.http.admission import Admission
+from kvcellar.server.http.bodies import RefusedError, read_body
 from kvcellar.server.http.control_line import ControlLine
+from kvcellar.server.http.quota_pages import QuotaPages
 from kvcellar.telemetry.metrics import CONTENT_TYPE, render
 
 __all__ = ["make_app"]
 
 ANSWER_TIMEOUT_S = 1.0
 CLEAR_TIMEOUT_S = 30.0
-BODY_MAX_BYTES = 65_536
 
 
 class _ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,18 +36,9 @@ class _ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     force: bool = False
 
 
-class _RefusedError(Exception):
-    """A request that is wrong, with the status and the text to answer."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
-
-
-def make_app(line: ControlLine) -> Starlette:
-    """Return the application whose pages ask over `line`."""
-    pages = _Pages(line)
+def make_app(line: ControlLine, admission: Admission) -> Starlette:
+    """Return the application: pages that ask over `line`, and change things as `admission` says."""
+    pages = _Pages(line, admission)
     routes = [
         Route("/", _answered(pages.root)),
         Route("/healthcheck", _answered(pages.health)),
@@ -55,13 +46,15 @@ def make_app(line: ControlLine) -> Starlette:
         Route("/metrics", _answered(pages.metrics)),
         Route("/version", _answered(pages.version)),
         Route("/cache/clear", _answered(pages.clear), methods=["POST"]),
+        *QuotaPages(line, admission).routes(_answered),
     ]
     return Starlette(routes=routes, exception_handlers={404: _no_such_page, 405: _no_such_page})
 
 
 class _Pages:
-    def __init__(self, line: ControlLine) -> None:
+    def __init__(self, line: ControlLine, admission: Admission) -> None:
         self._line = line
+        self._admission = admission
 
     async def root(self, _request: HttpRequest) -> Response:
         return JSONResponse({"status": "ok", "service": "kvcellar HTTP API"})
@@ -89,11 +82,10 @@ class _Pages:
         return Response(render(page["metrics"]), media_type=CONTENT_TYPE)
 
     async def clear(self, request: HttpRequest) -> Response:
-        _require_loopback(request)
-        _require_no_foreign_page(request)
-        body = await _clear_body(request)
+        self._admission.check(request)
+        body = await read_body(request, _ClearBody, empty=_ClearBody())
         if body.tier != "l1":
-            raise _RefusedError(
+            raise RefusedError(
                 400, f"tier: {body.tier!r} is not here; the only tier of kvcellar 0.1 is 'l1'"
             )
         reply = await self._line.call(Clear, timeout_s=CLEAR_TIMEOUT_S)
@@ -122,8 +114,8 @@ def _answered(
     async def answer(request: HttpRequest) -> Response:
         try:
             return await page(request)
-        except _RefusedError as error:
-            return JSONResponse({"detail": error.detail}, error.status)
+        except RefusedError as error:
+            return JSONResponse({"detail": error.detail}, error.status, error.headers)
         except RetryableError as error:
             return JSONResponse({"detail": str(error)}, 503)
         except KVCellarError as error:
@@ -139,47 +131,3 @@ async def _no_such_page(request: HttpRequest, error: Exception) -> Response:
 
 def _unhealthy(reason: str) -> Response:
     return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
-
-
-def _require_loopback(request: HttpRequest) -> None:
-    host = request.client.host if request.client is not None else ""
-    if not _is_loopback(host):
-        raise _RefusedError(403, f"only this host may change anything; {host} is another")
-
-
-def _require_no_foreign_page(request: HttpRequest) -> None:
-    """Refuse what a browser on this host sends for a page that came from elsewhere."""
-    origin = request.headers.get("origin")
-    if origin is not None and not _is_loopback(urlsplit(origin).hostname or ""):
-        raise _RefusedError(403, f"a page of {origin} may not change anything here")
-    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    # A name that a page had pointed at this host; a number cannot be pointed elsewhere.
-    if not _is_loopback(host) and _address(host) is None:
-        raise _RefusedError(403, f"Host {host}: call localhost or an address of this host")
-
-
-def _is_loopback(name: str) -> bool:
-    address = _address(name)
-    return name == "localhost" or (address is not None and address.is_loopback)
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-async def _clear_body(request: HttpRequest) -> _ClearBody:
-    content = bytearray()
-    async for piece in request.stream():
-        content += piece
-        if len(content) > BODY_MAX_BYTES:
-            raise _RefusedError(413, f"the body is larger than {BODY_MAX_BYTES} bytes")
-    if not content.strip():
-        return _ClearBody()
-    try:
-        return msgspec.json.decode(bytes(content), type=_ClearBody)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _RefusedError(400, f"the body is wrong: {error}") from error

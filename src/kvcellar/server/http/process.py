@@ -1,6 +1,6 @@
 """The HTTP process: its entry, and how it ends with its parent.
 
-Started by `server.http_child` with inherited sockets: the line to the control loop and the
+Started by `server.child` with inherited sockets: the line to the control loop and the
 listening sockets, which the parent opened so that a taken port is reported at start and a restart
 of this process loses no connection. It lives exactly as long as its parent: the line's end and the
 kernel's parent-death signal both end it at once.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import uvicorn
 
+from kvcellar.server.http.admission import Admission
 from kvcellar.server.http.control_line import ControlLine
 from kvcellar.server.http.pages import make_app
 from kvcellar.telemetry.logs import setup_logging
@@ -26,24 +27,27 @@ _CONNECTIONS_MAX = 256
 _KEEP_ALIVE_S = 15
 
 
-def main(line_fd: int, listener_fds: Sequence[int], log_level: str) -> None:
+def main(
+    line_fd: int, listener_fds: Sequence[int], log_level: str, admin_token_file: str | None
+) -> None:
     """Serve until the control process ends.
 
     Args:
         line_fd: socket to the control process; owned from here on.
         listener_fds: listening TCP sockets; owned from here on.
         log_level: see `setup_logging`.
+        admin_token_file: `--admin-token-file`; None without.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     setup_logging(log_level)
-    asyncio.run(_serve(line_fd, listener_fds))
+    asyncio.run(_serve(line_fd, listener_fds, Admission(admin_token_file)))
 
 
-async def _serve(line_fd: int, listener_fds: Sequence[int]) -> None:
+async def _serve(line_fd: int, listener_fds: Sequence[int], admission: Admission) -> None:
     # Not an orderly end: every answer would need the control process, which is gone.
     line = await ControlLine.open(socket.socket(fileno=line_fd), on_close=lambda: os._exit(0))
     config = uvicorn.Config(
-        make_app(line),
+        make_app(line, admission),
         loop="asyncio",
         http="h11",
         ws="none",

@@ -1,0 +1,49 @@
+"""What callers send to the pages, read in bounds, and how it is refused.
+
+Used by the pages.
+"""
+
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+
+__all__ = ["BODY_MAX_BYTES", "RefusedError", "read_body"]
+
+BODY_MAX_BYTES = 65_536
+
+BodyT = TypeVar("BodyT")
+
+
+class RefusedError(Exception):
+    """A request that is wrong, with the status, the text and the headers to answer."""
+
+    def __init__(self, status: int, detail: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers
+
+
+async def read_body(request: HttpRequest, kind: type[BodyT], *, empty: BodyT | None) -> BodyT:
+    """Return the JSON body of a request.
+
+    Args:
+        request: it is read to its end.
+        kind: what it must be.
+        empty: what no body at all means; None if there must be one.
+
+    Raises:
+        RefusedError: it is too large or not what it must be; the text names the field.
+    """
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > BODY_MAX_BYTES:
+            raise RefusedError(413, f"the body is larger than {BODY_MAX_BYTES} bytes")
+    if not content.strip() and empty is not None:
+        return empty
+    try:
+        return msgspec.json.decode(bytes(content), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedError(400, f"the body is wrong: {error}") from error
