@@ -58,7 +58,8 @@ def _own(found: tuple[Setting, ...]) -> Iterator[str]:
             default = f"Default `{setting.default}`."
         else:
             default = "Not set by default."
-        yield f"## `{f"{setting.flag} {setting.value}".strip()}`\n"
+        heading = f"{setting.flag} {setting.value}".strip()
+        yield f"## `{heading}`\n"
         yield f"{setting.description} {default}\n"
         yield f"*Change it:* {setting.change}\n"
 

@@ -17,10 +17,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from kvcellar.keys.digest import KEY_BYTES, ChunkKey, RequestSeed
+from kvcellar.keys.sketch import sketch_of, sketch_unit
 
 __all__ = ["ChunkChain", "SpanItem", "chunk_key"]
 
 _TOKEN_MAX = 0xFFFF_FFFF
+_ITEMS_CONTEXT = b"kvcellar-items-1\x00"
 
 
 class SpanItem(NamedTuple):
@@ -40,7 +42,12 @@ class SpanItem(NamedTuple):
 
 
 class ChunkChain:
-    """The keys of a request's full chunks; owns no tokens, remembers only the keys."""
+    """The keys of a request's full chunks; owns no tokens, remembers only the keys.
+
+    Attributes:
+        chunk_tokens: tokens a chunk.
+        unit_tokens: tokens that one value of the sketch stands for.
+    """
 
     def __init__(
         self, seed: RequestSeed, *, chunk_tokens: int, items: Sequence[SpanItem] = ()
@@ -48,7 +55,9 @@ class ChunkChain:
         assert chunk_tokens > 0, chunk_tokens
         assert all(item.length > 0 for item in items), items
         self.chunk_tokens = chunk_tokens
+        self.unit_tokens = sketch_unit(chunk_tokens)
         self._items = tuple(items)
+        self._sketch = bytearray()
         self._last: bytes = bytes(seed)
         self._keys = bytearray()
 
@@ -66,6 +75,21 @@ class ChunkChain:
         """Return the keys of chunks [start, stop) one after the other, as the wire wants them."""
         assert 0 <= start <= stop <= self.count, (start, stop, self.count)
         return bytes(self._keys[start * KEY_BYTES : stop * KEY_BYTES])
+
+    def sketch(self, *, size_max_bytes: int) -> bytes:
+        """Return the sketch of the full chunks' tokens, cut to a size; see `keys.sketch`."""
+        return bytes(self._sketch[: size_max_bytes // 4 * 4])
+
+    def items_digest(self) -> bytes:
+        """Return 8 bytes of a digest of what lies beside the tokens, nothing without any."""
+        if not self._items:
+            return b""
+        end = max(item.start + item.length for item in self._items)
+        return blake3(_ITEMS_CONTEXT + _encode_items(self._items, 0, end)).digest()[:8]
+
+    def first_item_start(self) -> int:
+        """Return the index of the first token that something beside tokens covers, or -1."""
+        return min((item.start for item in self._items), default=-1)
 
     def extend(self, token_ids: Sequence[int], *, token_count: int) -> int:
         """Add the keys of all chunks that are full now.
@@ -95,6 +119,8 @@ class ChunkChain:
             extras = _encode_items(self._items, index * self.chunk_tokens, self.chunk_tokens)
             self._last = blake3(self._last + packed[at : at + width] + extras).digest()
             self._keys += self._last
+        known = fresh[: (full - first) * self.chunk_tokens]
+        self._sketch += sketch_of(known, unit_tokens=self.unit_tokens)
         return full
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "RequestSeed",
     "engine_digest",
     "field_digests",
+    "namespace_fields",
     "namespace_id",
     "request_seed",
 ]
@@ -72,15 +73,26 @@ def namespace_id(
         fidelity: the lossiest form that any tier on the way may give back ("exact").
         epoch: empty, or the value that the last cache reset made (weights may have changed).
     """
+    fields = namespace_fields(
+        layouts=layouts, chunk_tokens=chunk_tokens, fidelity=fidelity, epoch=epoch
+    )
+    return NamespaceId(
+        _digest(b"kvcellar-namespace-1", _encode_fields({**fields, "engine": bytes(engine)}))
+    )
+
+
+def namespace_fields(
+    *, layouts: list[bytes], chunk_tokens: int, fidelity: str, epoch: bytes
+) -> dict[str, FieldValue]:
+    """Return what a namespace is made of beside the engine; see `namespace_id`."""
     fields: dict[str, FieldValue] = {
-        "engine": bytes(engine),
         "chunk_tokens": chunk_tokens,
         "fidelity": fidelity,
         "epoch": epoch,
         "shard_count": len(layouts),
     }
     fields.update({f"layout.{index}": layout for index, layout in enumerate(layouts)})
-    return NamespaceId(_digest(b"kvcellar-namespace-1", _encode_fields(fields)))
+    return fields
 
 
 def request_seed(
