@@ -62,7 +62,7 @@ def test_the_command_is_a_program_with_exit_codes():
 def test_the_help_lists_every_command(kvcellar):
     for words in (["--help"], ["-h"]):
         shown = kvcellar(*words).out
-        for command in ("server", "status", "ping", "clear"):
+        for command in ("server", "status", "ping", "clear", "quota"):
             assert f"  {command}" in shown
     assert "usage" in kvcellar(code=2).out
 

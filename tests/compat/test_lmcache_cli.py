@@ -107,7 +107,7 @@ def test_a_flag_is_noted_or_refused_with_its_reason(flag):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ('--l2-adapter \'{"type": "fs"}\'', "not yet in kvcellar 0.1: tiers"),
+        ('--l1-manager \'{"type": "DRAM"}\'', "not yet in kvcellar 0.1: several L1s"),
         ("--enable-tracing --otlp-endpoint http://localhost:4317", "not yet in kvcellar 0.1: trac"),
         ("--p2p-advertise-url tcp://a:1", "not yet in kvcellar 0.1: sharing between nodes"),
         ("--coordinator-url http://a:1", "not yet in kvcellar 0.1: the coordinator"),
@@ -141,7 +141,7 @@ def test_the_server_runs_under_lmcaches_name_and_tells_what_a_flag_does_not_do(l
     ("words", "said"),
     [
         (["sever"], "did you mean server?"),
-        (["quota"], "not yet in kvcellar 0.1"),
+        (["quota"], "write lmcache quota set, get, list or delete"),
         (["server"], "--l1-size-gb is missing"),
         (["ping"], "write lmcache ping kvcache or engine"),
         (["ping", "kvcache", "--url", "ftp://x"], "write http://localhost:8080"),

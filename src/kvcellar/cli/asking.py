@@ -4,7 +4,7 @@ They go through the engines' port, so they need no HTTP, work while the HTTP pro
 are let in by the same rule as engines: the same user on the same host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -34,21 +34,28 @@ class Asking(msgspec.Struct, frozen=True):
         port: its text, checked when it is dialled.
         timeout_s: for connecting and for the answer.
         as_json: whether the answer is for a program.
+        more: text by field, for the command's own flags that were given.
     """
 
     host: str
     port: str
     timeout_s: float
     as_json: bool
+    more: Mapping[str, str]
 
 
-def read_asking(arguments: Sequence[str], *, program: str) -> Asking:
+def read_asking(arguments: Sequence[str], *, program: str, more: Sequence[Setting] = ()) -> Asking:
     """Return what a command line says.
+
+    Args:
+        arguments: what follows the command's name.
+        program: the command, for its help.
+        more: flags of its own.
 
     Raises:
         ConfigError: a flag is unknown or wrong.
     """
-    given = read_flags(arguments, (*_FLAGS, _JSON), program=program).given
+    given = read_flags(arguments, (*more, *_FLAGS, _JSON), program=program).given
     text = given.get("timeout", ("5",))[-1]
     try:
         timeout_s = float(text)
@@ -61,6 +68,7 @@ def read_asking(arguments: Sequence[str], *, program: str) -> Asking:
         port=given.get("port", ("5555",))[-1],
         timeout_s=timeout_s,
         as_json="json" in given,
+        more={own.field: given[own.field][-1] for own in more if own.field in given},
     )
 
 

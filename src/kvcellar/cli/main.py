@@ -18,6 +18,7 @@ _COMMANDS = {
     "status": "show what a server holds and whether it is healthy",
     "ping": "ask a server for a sign of life",
     "clear": "make a server forget every chunk",
+    "quota": "set, show, list and remove what a tenant may hold",
 }
 
 

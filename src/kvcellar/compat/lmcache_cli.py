@@ -22,11 +22,15 @@ _HELP = """usage: lmcache COMMAND ...        (kvcellar {version} under LMCache's
   ping kvcache      ask a server for a sign of life        [--url http://localhost:8080]
   describe kvcache  show a server's status                 [--url http://localhost:8080]
   kvcache clear     make a server forget every chunk        --url http://localhost:8080
+  quota set SALT    say what a tenant may hold              --limit-gb GB [--url …]
+  quota get SALT | list | delete SALT                       [--url http://localhost:8080]
+
+Commands that change something take --admin-token-file where the server has one.
 
 lmcache server --help lists the server's flags; kvcellar --help the commands of our own."""
 
-_LATER = ("bench", "coordinator", "mock", "query", "quota", "tool", "trace")
-_HERE = ("server", "ping", "describe", "kvcache")
+_LATER = ("bench", "coordinator", "mock", "query", "tool", "trace")
+_HERE = ("server", "ping", "describe", "kvcache", "quota")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
