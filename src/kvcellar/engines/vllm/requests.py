@@ -18,6 +18,7 @@ from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.versions import mixed_prompt_mask, optional
 from kvcellar.keys.chain import ChunkChain, SpanItem
 from kvcellar.keys.digest import request_seed
+from kvcellar.tenancy.names import tenant_of
 
 __all__ = ["RequestState", "RequestWishes", "read_wishes"]
 
@@ -97,6 +98,11 @@ class RequestState:
     def request_id(self) -> str:
         """Return vLLM's id of the request."""
         return str(self.request.request_id)
+
+    @property
+    def tenant(self) -> str:
+        """Return on whose account the request's chunks go."""
+        return tenant_of(self.request.cache_salt)
 
     def put_off(self, bound: Bound, *, chunk: int, until_s: float) -> None:
         """Offer the chunks from `chunk` on again later: what is behind a gap cannot be found."""

@@ -208,10 +208,10 @@ class Stores:
 
     def _send(self, offer: _Offer) -> None:
         """Send an offer; where that cannot be done now, the next step tries again."""
-        keys, parent = b"".join(offer.keys), offer.parent
+        keys, parent, tenant = b"".join(offer.keys), offer.parent, offer.state.tenant
         offer.question = self._exchange.ask(
             offer.bound.session,
-            lambda id_: Reserve(id_, keys, parent),
+            lambda id_: Reserve(id_, keys, parent, tenant=tenant),
             timeout_s=RESERVE_TIMEOUT_S,
         )
 
