@@ -1,5 +1,6 @@
 """The configuration is made once, and every wrong value is refused with flag, value and fix."""
 
+import json
 import uuid
 
 import msgspec
@@ -50,22 +51,39 @@ def test_every_flag_is_heard(tmp_path):
         *("--instance-id", "prefiller", "--socket-dir", str(tmp_path), "--log-level", "debug"),
         *("--client-uid", "1000", "--client-uid", "1001", "--l1-codec", "int8"),
         *("--stop-when-unused", "2.5"),
+        *("--disk-path", str(tmp_path), "--disk-size-gb", "2", "--l2-adapter", '{"type":"a"}'),
+        *("--l2-adapter", '{"type":"b"}', "--l2-store-policy", "skip_l1"),
+        *("--l2-prefetch-policy", "retain", "--l2-prefetch-max-in-flight", "3"),
     )
-    assert msgspec.structs.asdict(config) == {
-        "l1_bytes": 1 << 29,
-        "eviction_policy": "noop",
-        "host": "0.0.0.0",
-        "port": 6555,
-        "http_host": "::1",
-        "http_port": 8090,
-        "chunk_tokens": 128,
-        "l1_codec": "int8",
-        "instance_id": "prefiller",
-        "socket_dir": str(tmp_path),
-        "client_uids": (1000, 1001),
-        "stop_when_unused_s": 2.5,
-        "log_level": "DEBUG",
-    }
+    assert [json.loads(text) for text in config.tier_adapters()] == [
+        {"type": "fs", "base_path": str(tmp_path), "max_capacity_gb": 2.0},
+        {"type": "a"},
+        {"type": "b"},
+    ]
+    assert (
+        msgspec.structs.asdict(config).items()
+        >= {
+            "disk_path": str(tmp_path),
+            "disk_bytes": 2 << 30,
+            "l2_adapters": ('{"type":"a"}', '{"type":"b"}'),
+            "l2_store_policy": "skip_l1",
+            "l2_prefetch_policy": "retain",
+            "l2_prefetches_max": 3,
+            "l1_bytes": 1 << 29,
+            "eviction_policy": "noop",
+            "host": "0.0.0.0",
+            "port": 6555,
+            "http_host": "::1",
+            "http_port": 8090,
+            "chunk_tokens": 128,
+            "l1_codec": "int8",
+            "instance_id": "prefiller",
+            "socket_dir": str(tmp_path),
+            "client_uids": (1000, 1001),
+            "stop_when_unused_s": 2.5,
+            "log_level": "DEBUG",
+        }.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,6 +109,13 @@ def test_every_flag_is_heard(tmp_path):
         ((*NEEDED, "--host", "1.2.3.4:5"), ["--host 1.2.3.4:5", "without a port"]),
         ((*NEEDED, "--http-host", ""), ["--http-host"]),
         ((*NEEDED, "--l1-codec", "int9"), ["--l1-codec int9", "raw or int8"]),
+        ((*NEEDED, "--disk-size-gb", "2"), ["--disk-size-gb", "--disk-path"]),
+        ((*NEEDED, "--disk-path", ""), ["--disk-path", "folder"]),
+        ((*NEEDED, "--l2-adapter", "{type:fs}"), ["--l2-adapter", "JSON", '"type":"fs"']),
+        ((*NEEDED, "--l2-adapter", "{}"), ["--l2-adapter", '"type"']),
+        ((*NEEDED, "--l2-store-policy", "x"), ["--l2-store-policy x", "default or skip_l1"]),
+        ((*NEEDED, "--l2-prefetch-policy", "x"), ["--l2-prefetch-policy x", "default or retain"]),
+        ((*NEEDED, "--l2-prefetch-max-in-flight", "0"), ["--l2-prefetch-max-in-flight 0"]),
         ((*NEEDED, "--chunk-size", "0"), ["--chunk-size 0", "from 1"]),
         ((*NEEDED, "--chunk-size", "2.5"), ["--chunk-size 2.5"]),
         ((*NEEDED, "--instance-id", "a\nb"), ["--instance-id", "printable"]),

@@ -194,7 +194,7 @@ def test_a_dead_http_process_is_started_again_and_waiting_callers_are_served():
         answer = httpx.get(f"{server.http}/healthcheck", timeout=WAIT_S)
         assert answer.status_code == 200
         assert server.http_pid() != first
-        server.wait_for_line("http process ended")
+        server.wait_for_line("child process ended")
         assert server.status_metrics()["kvcellar_http_restarts_total"] == 1
         assert server.status()["is_healthy"] is True
 

@@ -13,7 +13,6 @@ __all__ = ["LMCACHE_SERVER_FLAGS"]
 _LATER = "not yet in kvcellar 0.1: "
 _NO_P2P = _LATER + "sharing between nodes; leave the flag out and each node caches for itself"
 _NO_FLEET = _LATER + "the coordinator; leave the flag out and each node caches for itself"
-_NO_L2 = _LATER + "tiers behind memory; leave the flag out and chunks live in L1"
 _NO_BLEND = _LATER + "CacheBlend; leave the flag out"
 _NO_TRACE = _LATER + "tracing; leave the flag out and read /metrics on --http-port"
 _NO_SCRIPT = "kvcellar runs nobody's code in its server; leave the flag out"
@@ -134,11 +133,7 @@ _STORAGE = (
     *_noted_switch("gds-l1-use-direct-io", "there is no GDS tier in kvcellar 0.1"),
     _noted("--l1-write-ttl-seconds", _LEASES),
     _noted("--l1-read-ttl-seconds", _LEASES),
-    _refused("--l2-store-policy", _NO_L2, fine=("default",)),
-    _refused("--l2-prefetch-policy", _NO_L2, fine=("default",)),
-    _noted("--l2-prefetch-max-in-flight", "there is no L2 in kvcellar 0.1"),
     _noted("--periodic-notifier-interval-ms", "nothing is polled here"),
-    _refused("--l2-adapter", _NO_L2),
     _refused("--l1-manager", _LATER + "several L1s; leave the flag out and set --l1-size-gb"),
 )
 

@@ -13,8 +13,17 @@ from pathlib import Path
 
 import msgspec
 
+from kvcellar.config.admin_token import read_admin_token
 from kvcellar.config.flags import ForeignFlag, read_flags, suggestion
-from kvcellar.config.server import EVICTION_POLICIES, L1_CODECS, LOG_LEVELS, ServerConfig, settings
+from kvcellar.config.server import (
+    EVICTION_POLICIES,
+    L1_CODECS,
+    L2_PREFETCH_POLICIES,
+    L2_STORE_POLICIES,
+    LOG_LEVELS,
+    ServerConfig,
+    settings,
+)
 from kvcellar.errors import ConfigError
 from kvcellar.units import bytes_from_gb
 
@@ -22,6 +31,7 @@ __all__ = ["LoadedServer", "is_switched_on", "load_server"]
 
 CHUNK_TOKENS_MAX = 65_536
 NAME_MAX = 255
+COUNT_MAX = 1_024
 SECONDS_MAX = 31_536_000.0
 
 
@@ -69,6 +79,8 @@ def load_server(
         raise ConfigError(
             f"--port {config.port} and --http-port {config.http_port} are the same: choose two"
         )
+    if config.disk_bytes and config.disk_path is None:
+        raise ConfigError("--disk-size-gb is there without --disk-path: say which folder it bounds")
     return LoadedServer(config, flags.notes)
 
 
@@ -88,6 +100,8 @@ _MISSING = {
 def _value(field: str, flag: str, texts: Sequence[str]) -> object:
     if field == "client_uids":
         return tuple(_uid(flag, text) for text in texts)
+    if field == "l2_adapters":
+        return tuple(_adapter(flag, text) for text in texts)
     # The last one counts, so that a wrapper's defaults can be overridden behind them.
     return _CHECKS[field](flag, texts[-1])
 
@@ -116,12 +130,6 @@ def _policy(flag: str, text: str) -> str:
     same = [policy for policy in EVICTION_POLICIES if policy.lower() == text.lower()]
     hint = f"did you mean {same[0]}?" if same else f"choose {' or '.join(EVICTION_POLICIES)}"
     raise ConfigError(f"{flag} {text}: no such policy; {hint}")
-
-
-def _codec(flag: str, text: str) -> str:
-    if text not in L1_CODECS:
-        raise ConfigError(f"{flag} {text}: choose {' or '.join(L1_CODECS)}")
-    return text
 
 
 def _port(flag: str, text: str) -> int:
@@ -163,6 +171,43 @@ def _folder(flag: str, text: str) -> str:
     if not text:
         raise ConfigError(f"{flag} is empty: write a folder, as in {flag} /run/kvcellar")
     return str(Path(text).expanduser().absolute())
+
+
+def _token_file(flag: str, text: str) -> str:
+    if not text:
+        raise ConfigError(f"{flag} is empty: write a file, as in {flag} /run/secrets/kvcellar")
+    path = str(Path(text).expanduser().absolute())
+    read_admin_token(path)
+    return path
+
+
+def _adapter(flag: str, text: str) -> str:
+    # What the object says is checked by who builds the tier; its text may hold secrets.
+    try:
+        adapter = msgspec.json.decode(text, type=dict[str, object])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ConfigError(
+            f"{flag}: not a JSON object ({error}); write it in single quotes, as in "
+            f'{flag} \'{{"type":"fs","base_path":"/data"}}\''
+        ) from error
+    if not isinstance(adapter.get("type"), str):
+        raise ConfigError(f'{flag}: the object has no "type"; write "type":"fs" for a folder')
+    return text
+
+
+def _choice(choices: Sequence[str]) -> Callable[[str, str], str]:
+    def check(flag: str, text: str) -> str:
+        if text not in choices:
+            raise ConfigError(f"{flag} {text}: choose {' or '.join(choices)}")
+        return text
+
+    return check
+
+
+def _count(flag: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= COUNT_MAX):
+        raise ConfigError(f"{flag} {text}: write a number from 1 to {COUNT_MAX}")
+    return int(text)
 
 
 def _uid(flag: str, text: str) -> int:
@@ -207,7 +252,12 @@ def _log_level(flag: str, text: str) -> str:
 _CHECKS: dict[str, Callable[[str, str], object]] = {
     "l1_bytes": _size,
     "eviction_policy": _policy,
-    "l1_codec": _codec,
+    "l1_codec": _choice(L1_CODECS),
+    "disk_path": _folder,
+    "disk_bytes": _size,
+    "l2_store_policy": _choice(L2_STORE_POLICIES),
+    "l2_prefetch_policy": _choice(L2_PREFETCH_POLICIES),
+    "l2_prefetches_max": _count,
     "host": _host,
     "port": _port,
     "http_host": _host,
@@ -218,6 +268,7 @@ _CHECKS: dict[str, Callable[[str, str], object]] = {
     "stop_when_unused_s": _seconds,
     "log_level": _log_level,
     "log_misses": _switch,
+    "admin_token_file": _token_file,
     "eviction_watermark": _fraction,
     "eviction_ratio": _fraction,
 }

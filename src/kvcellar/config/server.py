@@ -5,15 +5,29 @@ environment. The annotations are the single source for `--help` and docs/configu
 setting means, its unit, and when anybody should change it.
 """
 
+import json
 from typing import Annotated, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-__all__ = ["EVICTION_POLICIES", "L1_CODECS", "LOG_LEVELS", "ServerConfig", "Setting", "settings"]
+from kvcellar.units import GIB
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "L1_CODECS",
+    "L2_PREFETCH_POLICIES",
+    "L2_STORE_POLICIES",
+    "LOG_LEVELS",
+    "ServerConfig",
+    "Setting",
+    "settings",
+]
 
 EVICTION_POLICIES = ("LRU", "IsolatedLRU", "noop")
 L1_CODECS = ("raw", "int8")
+L2_STORE_POLICIES = ("default", "skip_l1")
+L2_PREFETCH_POLICIES = ("default", "retain")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -92,8 +106,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _meta(
             "--http-host",
             "HOST",
-            "Address of the HTTP pages. From other hosts they can be read; only loopback may "
-            "change anything.",
+            "Address of the HTTP pages. From other hosts they can be read; who may change "
+            "anything says --admin-token-file.",
             change="0.0.0.0 when Prometheus or a probe calls from outside.",
         ),
     ] = "127.0.0.1"
@@ -129,6 +143,66 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "docs/performance.md for what it does to answers.",
         ),
     ] = "raw"
+    disk_path: Annotated[
+        str | None,
+        _meta(
+            "--disk-path",
+            "DIR",
+            "Folder on a local disk for what memory cannot hold and what is to outlive the server: "
+            "chunks are written there behind the engines' backs and fetched when a prompt needs "
+            'them. Short for --l2-adapter \'{"type":"fs","base_path":DIR}\', as its first.',
+            change="When there is a fast disk (NVMe) to spare.",
+        ),
+    ] = None
+    disk_bytes: Annotated[
+        int,
+        _meta(
+            "--disk-size-gb",
+            "GB",
+            "The most that the folder of --disk-path may occupy, in GB of 1024³ bytes. Without it "
+            "5 % of the file system are left free.",
+            change="When others use the disk as well.",
+        ),
+    ] = 0
+    l2_adapters: Annotated[
+        tuple[str, ...],
+        _meta(
+            "--l2-adapter",
+            "JSON",
+            'A tier behind memory, as in \'{"type":"fs","base_path":"/data"}\'; may be given '
+            "several times, and the first that has a chunk is asked for it.",
+            change="For tiers and options that --disk-path does not have.",
+        ),
+    ] = ()
+    l2_store_policy: Annotated[
+        str,
+        _meta(
+            "--l2-store-policy",
+            "{default,skip_l1}",
+            "What happens to a chunk in memory once a tier has it: default keeps it there until "
+            "memory is needed, skip_l1 drops it at once.",
+            change="skip_l1 when memory is to be a mere buffer in front of the tiers.",
+        ),
+    ] = "default"
+    l2_prefetch_policy: Annotated[
+        str,
+        _meta(
+            "--l2-prefetch-policy",
+            "{default,retain}",
+            "What happens to a chunk that was fetched from a tier: default lets it be the first to "
+            "leave after it was read, unless it is used once more; retain treats it as any other.",
+            change="retain when prompts that come back at all come back often.",
+        ),
+    ] = "default"
+    l2_prefetches_max: Annotated[
+        int,
+        _meta(
+            "--l2-prefetch-max-in-flight",
+            "COUNT",
+            "Prompts whose chunks are fetched from the tiers at once; others wait for their turn.",
+            change="More for a tier with long delays.",
+        ),
+    ] = 8
     instance_id: Annotated[
         str,
         _meta(
@@ -168,6 +242,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             change="When nobody else would stop the server, as in a batch job.",
         ),
     ] = 0.0
+    admin_token_file: Annotated[
+        str | None,
+        _meta(
+            "--admin-token-file",
+            "FILE",
+            "File whose one line is the token that changes over HTTP need (/quota, /cache/clear, "
+            "as `Authorization: Bearer TOKEN`), from this host as well; it is read anew each time. "
+            "Without it programs of this host may change things, and nobody else. Commands that "
+            "go through the engines' port need the server's user instead.",
+            change="When quotas are set from elsewhere, or other users share the host.",
+        ),
+    ] = None
     log_misses: Annotated[
         bool,
         _meta(
@@ -187,6 +273,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             change="DEBUG to see each connection.",
         ),
     ] = "INFO"
+
+    def tier_adapters(self) -> tuple[str, ...]:
+        """Return a JSON object for each tier, in order; they may hold secrets."""
+        if self.disk_path is None:
+            return self.l2_adapters
+        disk: dict[str, str | float] = {"type": "fs", "base_path": self.disk_path}
+        if self.disk_bytes:
+            disk |= {"max_capacity_gb": self.disk_bytes / GIB}
+        return (json.dumps(disk), *self.l2_adapters)
 
 
 class Setting(msgspec.Struct, frozen=True):

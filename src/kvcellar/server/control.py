@@ -24,12 +24,13 @@ from kvcellar.memory.arena import Arena, ArenaGrower
 from kvcellar.memory.limits import check_l1_size
 from kvcellar.memory.slots import SlotAllocator, step_size_bytes
 from kvcellar.protocol.messages import PROTOCOL_VERSION, Hello, Role
+from kvcellar.server.child import ChildProcess, Program
 from kvcellar.server.deaths import DeathWatch
 from kvcellar.server.door import Door
-from kvcellar.server.http_child import HttpChild
 from kvcellar.server.listener import UnixListener
 from kvcellar.server.node import ArenaShape, Node
 from kvcellar.server.strangers import Strangers
+from kvcellar.server.tiers import Tiers
 from kvcellar.server.unused import UnusedWatch
 from kvcellar.server.watermark import Watermark
 from kvcellar.store.limits import StoreLimits
@@ -113,7 +114,8 @@ class ControlServer:
         self._strangers = Strangers(self.node.meters, clock)
         self._door = Door(self.node, self._strangers)
         self._listener: UnixListener | None = None
-        self._http: HttpChild | None = None
+        self._http: ChildProcess | None = None
+        self._http_sockets: list[socket.socket] = []
         self._socket_path: Path | None = None
         self._watermark = _watermark(self.node)
         loop = asyncio.get_running_loop()
@@ -132,7 +134,7 @@ class ControlServer:
         tcp = listen_tcp(TcpAddress(config.host, config.port))
         port = int(tcp[0].getsockname()[1])
         try:
-            http = await self._listen_http()
+            self._http_sockets = await self._listen_http()
             self.node.address = self._unix_address(port)
             unix = listen_unix(self.node.address)
             if config.socket_dir is not None:
@@ -149,19 +151,18 @@ class ControlServer:
             allowed_uids=frozenset({os.getuid(), 0, *config.client_uids}),
         )
         await self._door.open(tcp)
-        self._http = HttpChild(
-            http,
-            self._attach_child,
-            on_restart=self._count_restart,
-            log_level=config.log_level,
-            clock=self._clock,
-        )
+        if config.tier_adapters():
+            self.node.tiers = self._make_tiers()
+            self.node.tiers.start()
+        self._http = self._make_http()
         self._set_checks(self._listener, self._http)
         self._http.start()
         self._grower.start()
+        if self.node.tiers is not None:
+            await self.node.tiers.wait()
         if self._watermark is not None:
             self._watermark.start()
-        self._log_start(port, int(http[0].getsockname()[1]))
+        self._log_start(port, int(self._http_sockets[0].getsockname()[1]))
 
     def stop(self) -> None:
         """Close everything; blocks for well under a second. May be called after a failed start."""
@@ -170,8 +171,12 @@ class ControlServer:
             self._watermark.stop()
         if self._listener is not None:
             self._listener.close()
+        for sock in self._http_sockets:
+            sock.close()
         if self._http is not None:
             self._http.stop()
+        if self.node.tiers is not None:
+            self.node.tiers.stop()
         if self._socket_path is not None:
             self._socket_path.unlink(missing_ok=True)
         if self._grower.stop():
@@ -189,6 +194,23 @@ class ControlServer:
                     text = str(error).replace("--port", "--http-port")
                     raise ConfigError(text.replace("--host", "--http-host")) from error
             await asyncio.sleep(_HTTP_PORT_POLL_S)
+
+    def _make_http(self) -> ChildProcess:
+        # It keeps our listening sockets open, so while it is away connections wait.
+        fds = [sock.fileno() for sock in self._http_sockets]
+        arguments = (fds, self._config.log_level, self._config.admin_token_file)
+        return ChildProcess(
+            Program("HTTP", "kvcellar.server.http.process", fds, arguments),
+            attach=self._attach_child,
+            on_end=self._count_restart,
+            clock=self._clock,
+        )
+
+    def _make_tiers(self) -> Tiers:
+        node = self.node
+        return Tiers(
+            self._config, node.store, node.roster, arena_fd=self._arena.fd, clock=self._clock
+        )
 
     def _unix_address(self, port: int) -> str:
         if self._config.socket_dir is None:
@@ -218,7 +240,7 @@ class ControlServer:
     def _count_restart(self) -> None:
         self.node.meters.http_restarts += 1
 
-    def _set_checks(self, listener: UnixListener, http: HttpChild) -> None:
+    def _set_checks(self, listener: UnixListener, http: ChildProcess) -> None:
         self.node.waits_for_bytes = lambda: self._grower.waits_for_bytes
         self.node.checks = {
             "arena": lambda: self._grower.failure or "",

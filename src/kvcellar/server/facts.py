@@ -14,6 +14,7 @@ from kvcellar import __version__
 from kvcellar.protocol.messages import PROTOCOL_VERSION
 from kvcellar.server.instances import Instance
 from kvcellar.server.node import Node
+from kvcellar.server.tier_facts import tier_metrics, tier_status
 from kvcellar.telemetry.status import (
     ArenaFacts,
     InstanceFacts,
@@ -36,7 +37,9 @@ def status_with_metrics(node: Node) -> dict[str, Any]:
     """Return the status page, with every metric's value under `metrics`."""
     parts = dict.fromkeys(PARTS, "") | node.parts()
     page = status_page(_facts(node, parts))
-    page["metrics"] = _metrics(node, parts)
+    page["storage_manager"] |= tier_status(node.tiers)
+    page["kvcellar"]["degraded"] = {name: text for name, text in node.degraded().items() if text}
+    page["metrics"] = _metrics(node, parts) | tier_metrics(node.tiers)
     return page
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from kvcellar.errors import LimitError, MismatchError, NotRegisteredError
 from kvcellar.keys.digest import NamespaceId
 from kvcellar.layout.shard import ShardLayout
-from kvcellar.protocol.messages import Hello, Role
+from kvcellar.protocol.messages import Hello, Reply, Role
 from kvcellar.server.bounds import CLIENTS_MAX
 from kvcellar.store.entries import OwnerId
 
@@ -27,6 +27,10 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Close it at once; nothing more is read from it."""
+        ...
+
+    def push(self, reply: Reply) -> None:
+        """Send a reply that could not be given when its request came."""
         ...
 
 
@@ -64,6 +68,8 @@ class Instance:
         scheduler: who has the scheduler's seat.
         workers: who has each rank's seat.
         namespace: what the scheduler bound; None before.
+        shard_bytes: of a chunk of that namespace.
+        holders: the ranks that hold each shard of a chunk; each rank one until bound otherwise.
         chunk_tokens: of that namespace.
         refusal: why its namespace was refused; empty where it was not.
         counts: what its scheduler half counts, as it said last.
@@ -73,10 +79,12 @@ class Instance:
         "_turns",
         "chunk_tokens",
         "counts",
+        "holders",
         "name",
         "namespace",
         "refusal",
         "scheduler",
+        "shard_bytes",
         "workers",
         "world_size",
     )
@@ -88,6 +96,8 @@ class Instance:
         self.scheduler: Client | None = None
         self.workers: dict[int, Client] = {}
         self.namespace = None
+        self.shard_bytes: tuple[int, ...] = ()
+        self.holders = [[rank] for rank in range(world_size)]
         self.chunk_tokens = 0
         self.refusal = ""
         self.counts: Mapping[str, int] = {}
@@ -134,8 +144,8 @@ class Instance:
         found = (self.workers[rank].hello.layout for rank in range(self.world_size))
         return tuple(layout for layout in found if layout is not None)
 
-    def writers(self) -> tuple[OwnerId, ...]:
-        """Return the ranks' owners in rank order.
+    def writers(self, turn: int) -> tuple[OwnerId, ...]:
+        """Return the owner of the rank that writes each shard; see `Reserve.turn`.
 
         Raises:
             NotRegisteredError: a rank is not here.
@@ -146,7 +156,7 @@ class Instance:
                 f"rank {missing[0]} of instance {self.name!r} is not registered: "
                 "its worker must say hello first"
             )
-        return tuple(self.workers[rank].owner for rank in range(self.world_size))
+        return tuple(self.workers[ranks[turn % len(ranks)]].owner for ranks in self.holders)
 
 
 class Roster:
@@ -175,10 +185,14 @@ class Roster:
             raise LimitError(
                 f"{self._clients_max} client processes are known already: close some of them"
             )
-        self._owners += 1
-        client = Client(OwnerId(self._owners), hello, pidfd)
+        client = Client(self.new_owner(), hello, pidfd)
         self._clients[hello.client_id] = client
         return client
+
+    def new_owner(self) -> OwnerId:
+        """Return an owner of the store that nobody has been yet."""
+        self._owners += 1
+        return OwnerId(self._owners)
 
     def seat(self, client: Client, hello: Hello) -> list[Client]:
         """Give a client the seat that its hello asks for, and return those who lost theirs.

@@ -21,6 +21,7 @@ from kvcellar.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from kvcellar.server.instances import Client, Connection, Roster
 from kvcellar.server.meters import Meters
 from kvcellar.server.recent import Recent
+from kvcellar.server.tiers import Tiers
 from kvcellar.store.machine import Store
 from kvcellar.telemetry.logs import EventLog
 
@@ -67,6 +68,7 @@ class Node:
         roster: who is here.
         meters: counters and histograms.
         recent: the last lookups and namespaces, for explanations.
+        tiers: behind the arena; None where none is configured.
         arena: its planned shape.
         steps_ready: growth steps that hold memory, from the first on.
         failures: by part, what broke for good; pages show it and /healthcheck fails.
@@ -74,6 +76,8 @@ class Node:
         waits_for_bytes: memory that the arena waits for, asked for each page.
         address: of the Unix socket.
     """
+
+    tiers: Tiers | None
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class Node:
         self.roster = Roster()
         self.meters = Meters()
         self.recent = Recent()
+        self.tiers = None
         self.arena = arena
         self.clock = clock
         self.steps_ready = 0
@@ -200,6 +205,10 @@ class Node:
         """Return, by part, what is wrong with it; empty text where nothing is."""
         found = {name: check() for name, check in self.checks.items()}
         return found | self.failures
+
+    def degraded(self) -> dict[str, str]:
+        """Return, by part, what is wrong with it and costs nothing but misses."""
+        return {} if self.tiers is None else {"tiers": self.tiers.check()}
 
     def _disconnect(self, client: Client) -> None:
         self.store.reader_left(client.owner)

@@ -23,6 +23,7 @@ from kvcellar.protocol.messages import (
     Clear,
     Cleared,
     Commit,
+    CommitOutcome,
     CommitReply,
     Damaged,
     ErrorReply,
@@ -48,8 +49,11 @@ from kvcellar.server.facts import status_with_metrics
 from kvcellar.server.inquiries import Inquiries
 from kvcellar.server.instances import Client, Instance
 from kvcellar.server.node import Node
+from kvcellar.server.quotas import QuotaBook
 from kvcellar.server.recent import NamespaceFacts
+from kvcellar.server.tier_requests import TierRequests
 from kvcellar.telemetry.logs import EventLog
+from kvcellar.tenancy.names import tenant_of
 
 __all__ = ["Requests"]
 
@@ -69,8 +73,9 @@ class Requests:
         self._store = node.store
         self._meters = node.meters
         self._clock = node.clock
+        self._tier_requests = TierRequests(node)
         # Any: each method takes its own message; the table pairs them.
-        self._table: dict[type, tuple[frozenset[str], Callable[[Client, Any], Reply]]] = {
+        self._table: dict[type, tuple[frozenset[str], Callable[[Client, Any], Reply | None]]] = {
             Lookup: (_SCHEDULERS, self._lookup),
             Release: (_SCHEDULERS, self._release),
             Reserve: (_SCHEDULERS, self._reserve),
@@ -86,10 +91,14 @@ class Requests:
             Status: (_ANYONE, self._status),
             Goodbye: (_ANYONE, self._goodbye),
             **Inquiries(node).table(),
+            **QuotaBook(node).table(),
+            **self._tier_requests.table(),
         }
 
-    def answer(self, client: Client, request: Request) -> Reply:
+    def answer(self, client: Client, request: Request) -> Reply | None:
         """Return the one reply to a request; a failure that has a name becomes an `ErrorReply`.
+
+        None means that the client's connection is given the reply later.
 
         Raises:
             MalformedError: the request is not one; the caller answers it and closes.
@@ -110,7 +119,7 @@ class Requests:
             return self._bug(request, error)
 
     # Any: see the table.
-    def _method(self, client: Client, request: Request) -> Callable[[Client, Any], Reply]:
+    def _method(self, client: Client, request: Request) -> Callable[[Client, Any], Reply | None]:
         entry = self._table.get(type(request))
         if entry is None:
             raise MalformedError(f"{_name(request)} has no place after the hello")
@@ -136,11 +145,15 @@ class Requests:
 
     def _lookup(self, client: Client, request: Lookup) -> Reply:
         start_s = self._clock.monotonic_s()
-        namespace = _bound(client).namespace
+        instance = _bound(client)
+        namespace = instance.namespace
         assert namespace is not None
         hit = self._store.lookup(client.owner, namespace, request.keys, request=request.id)
+        fetch = 0
+        if hit.count * KEY_BYTES < len(request.keys) and self._node.tiers and request.fetch:
+            fetch = self._node.tiers.begin_fetch(client, instance, request.keys, hit.count)
         self._meters.lookup_s.observe(self._clock.monotonic_s() - start_s)
-        return LookupReply(request.id, hit.count, hit.lease, hit.refs)
+        return LookupReply(request.id, hit.count, hit.lease, hit.refs, fetch)
 
     def _release(self, client: Client, request: Release) -> Reply:
         self._store.release(client.owner, request.leases)
@@ -155,9 +168,10 @@ class Requests:
             instance.namespace,
             request.keys,
             parent=request.parent,
-            writers=instance.writers(),
+            writers=instance.writers(request.turn),
             now_s=start_s,
             request=request.id,
+            tenant=tenant_of(request.tenant),
         )
         self._meters.reserve_s.observe(self._clock.monotonic_s() - start_s)
         return ReserveReply(request.id, reserved.reservation, reserved.states, reserved.offsets)
@@ -165,9 +179,13 @@ class Requests:
     def _commit(self, client: Client, request: Commit) -> Reply:
         start_s = self._clock.monotonic_s()
         _check_seconds("copy_s", request.copy_s)
+        tiers = self._node.tiers
+        held = self._store.reservations.get(request.reservation) if tiers else None
         outcome = self._store.commit(
             client.owner, request.reservation, request.shard, request.seals
         )
+        if tiers and held is not None and outcome == CommitOutcome.VISIBLE:
+            tiers.committed(held)
         self._meters.store_s.observe(request.copy_s)
         self._meters.commit_s.observe(self._clock.monotonic_s() - start_s)
         return CommitReply(request.id, outcome)
@@ -217,6 +235,8 @@ class Requests:
         if len(request.key) != KEY_BYTES:
             raise MalformedError(f"key has {len(request.key)} bytes instead of {KEY_BYTES}")
         if self._store.remove_damaged(request.key, request.shard, request.offset):
+            if self._node.tiers:
+                self._node.tiers.remove(request.key)
             _log.warning(
                 "damaged chunk removed",
                 chunk=request.key.hex()[:16],
@@ -228,7 +248,7 @@ class Requests:
 
     def _bind(self, client: Client, request: Bind) -> Reply:
         instance = _seated(client)
-        _check_bind(request, instance)
+        holders = _holders(request, instance)
         namespace = NamespaceId(request.namespace)
         self._store.bind(namespace, request.shard_bytes)
         if instance.namespace != namespace:
@@ -244,10 +264,12 @@ class Requests:
         )
         self._node.recent.note_namespace(namespace, facts)
         instance.namespace, instance.refusal = namespace, ""
+        instance.holders = holders
+        instance.shard_bytes = request.shard_bytes
         instance.chunk_tokens = request.chunk_tokens
         return Ok(request.id)
 
-    def _clear(self, client: Client, request: Clear) -> Reply:
+    def _clear(self, client: Client, request: Clear) -> Reply | None:
         if len(request.namespace) not in {0, KEY_BYTES}:
             raise MalformedError(f"namespace has {len(request.namespace)} bytes, not 0 or 32")
         namespace = NamespaceId(request.namespace) if request.namespace else None
@@ -256,7 +278,8 @@ class Requests:
             "cleared", chunks=chunks, size_bytes=size_bytes, by=client.hello.role,
             pid=client.hello.pid,
         )  # fmt: skip
-        return Cleared(request.id, chunks, size_bytes)
+        cleared = Cleared(request.id, chunks, size_bytes)
+        return self._tier_requests.clear(client, request, cleared)
 
     def _ping(self, _client: Client, request: Ping) -> Reply:
         return Pong(request.id, self._node.boot_id)
@@ -293,11 +316,20 @@ def _check_seconds(name: str, seconds: float) -> None:
         raise MalformedError(f"{name} {seconds} is no number of seconds")
 
 
-def _check_bind(request: Bind, instance: Instance) -> None:
+def _holders(request: Bind, instance: Instance) -> list[list[int]]:
+    """Return the ranks that hold each shard."""
     if request.chunk_tokens < 1:
         raise MalformedError(f"chunk_tokens {request.chunk_tokens} is below 1")
-    if len(request.shard_bytes) != instance.world_size:
+    count = len(request.shard_bytes)
+    held = request.held or tuple(range(count))
+    if len(held) != instance.world_size:
         raise MismatchError(
-            f"shard_bytes has {len(request.shard_bytes)} shards but the instance has "
+            f"the bind names shards of {len(held)} ranks but the instance has "
             f"{instance.world_size} ranks"
         )
+    if set(held) != {*range(count)}:
+        raise MalformedError(f"ranks hold the shards {held}, not each of {count} at least once")
+    holders: list[list[int]] = [[] for _ in range(count)]
+    for rank, shard in enumerate(held):
+        holders[shard].append(rank)
+    return holders

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from kvcellar.errors import FatalError, LimitError, MalformedError
 from kvcellar.protocol.frames import FrameReader, decode_request, encode
-from kvcellar.protocol.messages import ErrorReply, Goodbye
+from kvcellar.protocol.messages import ErrorReply, Goodbye, Reply
 from kvcellar.server.bounds import OUTGOING_MAX_BYTES, REQUESTS_PER_TURN
 from kvcellar.server.instances import Client
 from kvcellar.server.requests import Requests
@@ -56,6 +56,13 @@ class Session(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def push(self, reply: Reply) -> None:
+        """Send a reply that could not be given when its request came; lost if it has ended."""
+        if self._is_closing or self._transport is None:
+            return
+        self._transport.write(self._encoded(reply))
+        self._drop_who_does_not_read(self._transport)
+
     def data_received(self, data: bytes) -> None:
         """Answer what arrived; asyncio calls it."""
         if self._is_closing:
@@ -88,11 +95,15 @@ class Session(asyncio.Protocol):
             transport.write(b"".join(replies))
         if self._is_closing:
             transport.close()
-        elif transport.get_write_buffer_size() > OUTGOING_MAX_BYTES:
-            _log.warning("client does not read", pid=self.client.hello.pid)
-            self.close()
-        elif not is_over:
+        elif not self._drop_who_does_not_read(transport) and not is_over:
             self._pause(transport, bodies)
+
+    def _drop_who_does_not_read(self, transport: asyncio.Transport) -> bool:
+        if transport.get_write_buffer_size() <= OUTGOING_MAX_BYTES:
+            return False
+        _log.warning("client does not read", pid=self.client.hello.pid)
+        self.close()
+        return True
 
     def _pause(self, transport: asyncio.Transport, bodies: Iterator[bytes]) -> None:
         """Let the others have a turn before this peer's next requests."""
@@ -119,10 +130,14 @@ class Session(asyncio.Protocol):
             return self._refuse(error, request.id)
         if isinstance(request, Goodbye):
             self._is_closing = True
+        # A reply that comes later is pushed then.
+        return self._encoded(reply) if reply is not None else b""
+
+    def _encoded(self, reply: Reply) -> bytes:
         try:
             return encode(reply)
         except LimitError as error:
-            return encode(ErrorReply(request.id, error.code, f"the reply is too large: {error}"))
+            return encode(ErrorReply(reply.id, error.code, f"the reply is too large: {error}"))
 
     def _refuse(self, error: FatalError, request_id: int) -> bytes:
         self._is_closing = True

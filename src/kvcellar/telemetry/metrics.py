@@ -10,39 +10,16 @@ from typing import Any
 
 import msgspec
 
+from kvcellar.telemetry.families import Family
+from kvcellar.telemetry.families import counter as _counter
+from kvcellar.telemetry.families import gauge as _gauge
+from kvcellar.telemetry.families import histogram as _histogram
 from kvcellar.telemetry.histogram import HistogramSnapshot
+from kvcellar.telemetry.tier_metrics import TIER_FAMILIES
 
 __all__ = ["CONTENT_TYPE", "FAMILIES", "Family", "render"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class Family(msgspec.Struct, frozen=True):
-    """One metric family.
-
-    Attributes:
-        name: with unit; counters end in `_total`.
-        kind: counter, gauge or histogram.
-        help: one line for people.
-        label: name of the one label, empty where there is none. The value is then a mapping.
-    """
-
-    name: str
-    kind: str
-    help: str
-    label: str = ""
-
-
-def _counter(name: str, text: str, label: str = "") -> Family:
-    return Family(f"kvcellar_{name}_total", "counter", text, label)
-
-
-def _gauge(name: str, text: str, label: str = "") -> Family:
-    return Family(f"kvcellar_{name}", "gauge", text, label)
-
-
-def _histogram(name: str, text: str) -> Family:
-    return Family(f"kvcellar_{name}_seconds", "histogram", text)
 
 
 FAMILIES = (
@@ -87,6 +64,7 @@ FAMILIES = (
     _histogram("commit", "Time that the server took for a commit."),
     _histogram("store", "Time of a rank's copy out of the engine, as it reported."),
     _histogram("load", "Time of a rank's copy into the engine, as it reported."),
+    *TIER_FAMILIES,
 )
 
 

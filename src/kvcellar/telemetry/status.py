@@ -128,8 +128,6 @@ def status_page(facts: NodeFacts) -> dict[str, Any]:
                 "is_healthy": l1_healthy,
                 "eviction_policy": facts.store.eviction_policy,
             },
-            "l2_adapters": [],
-            "num_l2_adapters": 0,
         },
         "p2p_enabled": False,
         "cache_context_meta": {

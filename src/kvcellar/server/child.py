@@ -1,8 +1,8 @@
-"""The HTTP process's parent: start it, notice its end, start it again.
+"""A child process of the server: start it, notice its end, start it again.
 
-The control process opens the listening sockets and keeps them, so while the HTTP process is away
-connections wait instead of being refused. It is started again at once, then ever later while it
-keeps failing; meanwhile its part of the health check fails.
+The HTTP process and the tier process are such children. Each has a socket pair to the control
+process and whatever descriptors it inherits. One that ends is started again at once, then ever
+later while it keeps failing; meanwhile `check` says why.
 """
 
 import asyncio
@@ -12,50 +12,64 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import kvcellar
 from kvcellar.clock import Clock
 from kvcellar.telemetry.logs import EventLog
 
-__all__ = ["HttpChild"]
+__all__ = ["ChildProcess", "Program"]
 
 _BACKOFF_MIN_S = 0.1
 _BACKOFF_MAX_S = 10.0
 _STEADY_S = 30.0
+_REAP_S = 1.0
 
-_CODE = (
-    "import sys; sys.path.append({root!r}); "
-    "from kvcellar.server.http.process import main; main({line}, {listeners}, {level!r})"
-)
+_CODE = "import sys; sys.path.append({root!r}); from {module} import main; main({arguments})"
 
 _log = EventLog("kvcellar.server")
 
 
-class HttpChild:
-    """Keeps one HTTP process running."""
+class Program(NamedTuple):
+    """What runs in a child.
+
+    Attributes:
+        name: of the process, for people, as in "HTTP".
+        module: its `main` is called with the descriptor of its end of the line, then with
+            `arguments`.
+        fds: descriptors that it inherits under the same numbers; they stay the parent's.
+        arguments: plain values.
+    """
+
+    name: str
+    module: str
+    fds: Sequence[int]
+    arguments: Sequence[object]
+
+
+class ChildProcess:
+    """Keeps one child running."""
 
     def __init__(
         self,
-        listeners: Sequence[socket.socket],
-        attach: Callable[[socket.socket, Callable[[], None]], None],
+        program: Program,
         *,
-        on_restart: Callable[[], None],
-        log_level: str,
+        attach: Callable[[socket.socket, Callable[[], None]], None],
+        on_end: Callable[[], None],
         clock: Clock,
     ) -> None:
         """Prepare; nothing happens before `start`.
 
         Args:
-            listeners: what it serves on; owned from here on.
+            program: what runs in it.
             attach: serves our end of its line; calls back when that line has ended.
-            on_restart: counts.
-            log_level: of its log.
+            on_end: called whenever it has ended, or could not be started, but by `stop`. The
+                kernel has let go of all its memory then.
             clock: for the backoff.
         """
-        self._listeners = listeners
+        self._program = program
         self._attach = attach
-        self._on_restart = on_restart
-        self._log_level = log_level
+        self._on_end = on_end
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,7 +78,7 @@ class HttpChild:
         self._backoff_s = _BACKOFF_MIN_S
         self._retry: asyncio.TimerHandle | None = None
         self._is_stopping = False
-        self._reason = "the HTTP process has not started"
+        self._reason = f"the {program.name} process has not started"
 
     @property
     def pid(self) -> int:
@@ -76,22 +90,21 @@ class HttpChild:
         return self._reason
 
     def start(self) -> None:
-        """Start the process; it serves about 0.3 s later."""
+        """Start the process; it serves some tenths of a second later."""
         self._retry = None
         ours, theirs = socket.socketpair()
         try:
             ours.setblocking(False)
-            fds = [sock.fileno() for sock in self._listeners]
+            arguments = (theirs.fileno(), *self._program.arguments)
             code = _CODE.format(
                 root=str(Path(kvcellar.__file__).parents[1]),
-                line=theirs.fileno(),
-                listeners=fds,
-                level=self._log_level,
+                module=self._program.module,
+                arguments=", ".join(repr(argument) for argument in arguments),
             )
             # A session of its own, so that Ctrl-C in a terminal reaches the control process alone.
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and code.
                 [sys.executable, "-P", "-c", code],
-                pass_fds=[theirs.fileno(), *fds],
+                pass_fds=[theirs.fileno(), *self._program.fds],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -109,22 +122,29 @@ class HttpChild:
         process = self._process
         self._attach(ours, lambda: process.kill() if process.returncode is None else None)
 
+    def kill(self) -> None:
+        """End the process, which is started again as if it had ended by itself."""
+        if self._process is not None:
+            self._process.kill()
+
     def stop(self) -> None:
         """End the process; blocks for a moment, since nothing may outlive the server.
 
-        No orderly end: what it could still answer, it would have to ask us for.
+        No orderly end: what it could still answer, it would have to ask us for. One that the
+        kernel holds in a system call (a dead mount) is left to the kernel after a second.
         """
         self._is_stopping = True
         if self._retry is not None:
             self._retry.cancel()
-        for sock in self._listeners:
-            sock.close()
         process = self._process
         if process is None:
             return
         self._release()
         process.kill()
-        process.wait()
+        try:
+            process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            _log.warning("child process does not end", process=self._program.name, pid=process.pid)
 
     def _ended(self) -> None:
         process = self._process
@@ -144,8 +164,13 @@ class HttpChild:
     def _failed(self, reason: str) -> None:
         if self._clock.monotonic_s() - self._started_s > _STEADY_S:
             self._backoff_s = _BACKOFF_MIN_S
-        self._reason = f"the HTTP process {reason}"
-        _log.warning("http process ended", reason=reason, restart_in_s=self._backoff_s)
-        self._on_restart()
+        self._reason = f"the {self._program.name} process {reason}"
+        _log.warning(
+            "child process ended",
+            process=self._program.name,
+            reason=reason,
+            restart_in_s=self._backoff_s,
+        )
+        self._on_end()
         self._retry = self._loop.call_later(self._backoff_s, self.start)
         self._backoff_s = min(self._backoff_s * 2, _BACKOFF_MAX_S)
