@@ -158,9 +158,9 @@ class Lookups:
             self.drop(state)
             return False
         keys = chain.joined(0, min(chain.count, KEYS_MAX))
-        inquiry.bound = bound
+        inquiry.bound, tenant = bound, state.tenant
         inquiry.question = self._exchange.ask(
-            bound.session, lambda id_: Lookup(id_, keys), timeout_s=self._timeout_s
+            bound.session, lambda id_: Lookup(id_, keys, tenant=tenant), timeout_s=self._timeout_s
         )
         if inquiry.question is None:
             self._give_up_if_overdue(inquiry)
