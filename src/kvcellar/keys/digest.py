@@ -17,6 +17,7 @@ __all__ = [
     "KEY_BYTES",
     "ChunkKey",
     "EngineDigest",
+    "FieldValue",
     "NamespaceId",
     "RequestSeed",
     "engine_digest",

@@ -37,4 +37,5 @@ def sketch_of(tokens: NDArray[np.int64], *, unit_tokens: int) -> bytes:
     mixed = (units + np.uint64(1)) * np.uint64(0xD6E8_FEB8_6659_FD93)
     mixed ^= mixed >> np.uint64(32)
     sums = (mixed * weights).sum(axis=1, dtype=np.uint64)
-    return (sums >> np.uint64(32)).astype("<u4").tobytes()
+    sketch: bytes = (sums >> np.uint64(32)).astype("<u4").tobytes()
+    return sketch

@@ -6,6 +6,7 @@ size. So it is made anew for each session, in the background of a few steps, and
 engine computes. Used by the scheduler half, which asks for it in every hook.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcellar.client.link import Link
@@ -18,7 +19,14 @@ from kvcellar.errors import (
     NotRegisteredError,
     RetryableError,
 )
-from kvcellar.keys.digest import EngineDigest, NamespaceId, namespace_id
+from kvcellar.keys.digest import (
+    FieldValue,
+    NamespaceId,
+    engine_digest,
+    field_digests,
+    namespace_fields,
+    namespace_id,
+)
 from kvcellar.layout.shard import ShardLayout
 from kvcellar.protocol.messages import Bind
 from kvcellar.telemetry.logs import EventLog
@@ -69,7 +77,7 @@ class Binder:
         link: Link,
         exchange: Exchange,
         *,
-        engine: EngineDigest,
+        engine: Mapping[str, FieldValue],
         block_tokens: int,
         ranks: int,
         clock: Clock,
@@ -79,7 +87,7 @@ class Binder:
         Args:
             link: of the scheduler half.
             exchange: over the same link.
-            engine: see `identity`.
+            engine: the fields of its digest, see `identity`.
             block_tokens: tokens a block of the KV group.
             ranks: worker halves of this instance, each with a shard of every chunk.
             clock: for deadlines.
@@ -87,7 +95,8 @@ class Binder:
         self._link = link
         self._exchange = exchange
         self._clock = clock
-        self._engine = engine
+        self._engine = engine_digest(engine)
+        self._fields = field_digests(engine)
         self._block_tokens = block_tokens
         self._ranks = ranks
         self._epoch = b""
@@ -186,9 +195,16 @@ class Binder:
         attempt.bound = Bound(
             session, namespace, chunk_tokens, chunk_tokens // block_tokens, len(layouts)
         )
+        parts = namespace_fields(
+            layouts=[layout.fingerprint() for layout in layouts],
+            chunk_tokens=chunk_tokens,
+            fidelity=fidelity,
+            epoch=self._epoch,
+        )
+        fields = {**self._fields, **field_digests(parts)}
         attempt.question = self._exchange.ask(
             session,
-            lambda id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes),
+            lambda id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes, fields),
             timeout_s=BIND_TIMEOUT_S,
         )
 

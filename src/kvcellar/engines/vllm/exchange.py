@@ -13,7 +13,7 @@ from kvcellar.client.link import Link
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock
 from kvcellar.engines.vllm.holdings import Holdings
-from kvcellar.errors import KVCellarError, PeerClosedError, TimeoutExpiredError
+from kvcellar.errors import KVCellarError, LimitError, PeerClosedError, TimeoutExpiredError
 from kvcellar.protocol.messages import (
     Cancel,
     LookupReply,
@@ -113,13 +113,23 @@ class Exchange:
         """Give a lease back; 0 is none."""
         if lease:
             self._holdings.drop_lease(session, lease)
-            self._tell(session, lambda id_: Release(id_, (lease,)))
+            self.tell(session, lambda id_: Release(id_, (lease,)))
 
     def cancel(self, session: Session, reservation: int) -> None:
         """Drop a reservation of which no rank was told; 0 is none."""
         if reservation:
             self._holdings.drop_reservation(session, reservation)
-            self._tell(session, lambda id_: Cancel(id_, reservation))
+            self.tell(session, lambda id_: Cancel(id_, reservation))
+
+    def tell(self, session: Session, make: Callable[[int], Request]) -> None:
+        """Send what expects nothing, or drop it where that cannot be done at once."""
+        try:
+            session.forget(session.post(make, timeout_s=TELL_TIMEOUT_S))
+        except (PeerClosedError, LimitError):
+            return
+        except TimeoutExpiredError:
+            # Of a handle that is given back, a heartbeat that does not list it says the same.
+            self._link.poke()
 
     def _spend(self, started_s: float) -> None:
         self._left_s = max(0.0, self._left_s - (self._clock.monotonic_s() - started_s))
@@ -131,11 +141,3 @@ class Exchange:
         elif isinstance(reply, ReserveReply):
             self.cancel(session, reply.reservation)
 
-    def _tell(self, session: Session, make: Callable[[int], Request]) -> None:
-        try:
-            session.forget(session.post(make, timeout_s=TELL_TIMEOUT_S))
-        except PeerClosedError:
-            return
-        except TimeoutExpiredError:
-            # A heartbeat that does not list the handle does the same.
-            self._link.poke()

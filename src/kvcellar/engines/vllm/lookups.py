@@ -12,6 +12,7 @@ from kvcellar.clock import Clock
 from kvcellar.engines.vllm.adapters import Adapters
 from kvcellar.engines.vllm.binding import Binder, Bound
 from kvcellar.engines.vllm.exchange import Exchange, Question
+from kvcellar.engines.vllm.notes import Notes, Outcome
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, TimeoutExpiredError
 from kvcellar.protocol.limits import KEYS_MAX
@@ -60,6 +61,7 @@ class Lookups:
     ) -> None:
         self._binder = binder
         self._exchange = exchange
+        self._notes = Notes(exchange)
         self._adapters = adapters
         self._timeout_s = timeout_s
         self._clock = clock
@@ -155,6 +157,7 @@ class Lookups:
         state = inquiry.state
         chain = state.keys(bound, self._adapters, token_count=state.request.num_tokens)
         if chain is None or not chain.count:
+            self._notes.tell(state, bound, Outcome.UNNAMED if chain is None else Outcome.SHORT)
             self.drop(state)
             return False
         keys = chain.joined(0, min(chain.count, KEYS_MAX))
@@ -187,6 +190,7 @@ class Lookups:
         inquiry.question = None
         inquiry.answer = Answer(inquiry.bound, reply.count, reply.lease, reply.refs)
         inquiry.state.next_chunk = reply.count
+        self._notes.tell(inquiry.state, inquiry.bound, Outcome.ANSWERED, found=reply.count)
         return inquiry.answer
 
     def _give_up_if_overdue(self, inquiry: _Inquiry) -> None:
@@ -195,6 +199,8 @@ class Lookups:
 
     def _give_up(self, inquiry: _Inquiry) -> None:
         self.overdue_count += 1
+        if inquiry.bound is not None:
+            self._notes.tell(inquiry.state, inquiry.bound, Outcome.LATE)
         inquiry.state.may_load = False
         self.drop(inquiry.state)
 

@@ -79,6 +79,7 @@ class RequestState:
         offer_after_s: when to offer again after the server had no memory or said nothing.
         may_save: whether chunks are offered at all.
         may_load: False once a load failed or a lookup was not answered in time.
+        adapter: what names its adapter; None without one.
     """
 
     request: Any
@@ -91,6 +92,7 @@ class RequestState:
     offer_after_s: float = 0.0
     may_save: bool = True
     may_load: bool = True
+    adapter: bytes | None = None
     _bound: Bound | None = None
     _tokens: int = 0
 
@@ -150,6 +152,7 @@ class RequestState:
         adapter = adapters.identity(lora) if lora is not None else None
         if lora is not None and adapter is None:
             return None
+        self.adapter = adapter
         seed = request_seed(bound.namespace, adapter=adapter, cache_salt=request.cache_salt)
         items = [*_media_items(request), *_embedding_items(request, bound.chunk_tokens)]
         return ChunkChain(seed, chunk_tokens=bound.chunk_tokens, items=items)

@@ -38,7 +38,7 @@ from kvcellar.engines.vllm.versions import (
     software,
 )
 from kvcellar.errors import ConfigError, KVCellarError
-from kvcellar.keys.digest import EngineDigest, engine_digest, field_digests
+from kvcellar.keys.digest import FieldValue, engine_digest, field_digests
 from kvcellar.protocol.messages import Clear, Role
 from kvcellar.telemetry.logs import EventLog, OncePer
 
@@ -89,7 +89,7 @@ class SchedulerHalf:
             ConfigError: a weight file cannot be read, or `autostart` cannot be done.
         """
         self._block_tokens = require_supported(vllm_config, kv_cache_config)
-        engine = _engine_digest(vllm_config, self._block_tokens)
+        fields = _engine_fields(vllm_config, self._block_tokens)
         transfer = vllm_config.kv_transfer_config
         _settle_failure_policy(transfer, options.load_failure_policy)
         self._may_load = bool(transfer.is_kv_consumer)
@@ -109,10 +109,10 @@ class SchedulerHalf:
         self.holdings = Holdings(self._clock)
         self._server = ensure_server(options, clock=self._clock)
         self._link = _make_link(vllm_config, options, self.holdings, self._clock)
-        self._wire(engine)
+        self._wire(fields)
         self._link.start()
 
-    def _wire(self, engine: EngineDigest) -> None:
+    def _wire(self, engine: dict[str, FieldValue]) -> None:
         clock = self._clock
         self._exchange = Exchange(self._link, self.holdings, clock=clock)
         self._binder = Binder(
@@ -324,13 +324,13 @@ class SchedulerHalf:
             log.warning("the server still holds chunks of before the reset", reason=str(error))
 
 
-def _engine_digest(vllm_config: Any, block_tokens: int) -> EngineDigest:
+def _engine_fields(vllm_config: Any, block_tokens: int) -> dict[str, FieldValue]:
     try:
         fields = engine_fields(vllm_config, block_tokens=block_tokens)
     except OSError as error:
         raise ConfigError(f"a file of the model cannot be read: {error}") from error
     log.info("engine named", engine=engine_digest(fields).hex()[:16], **field_digests(fields))
-    return engine_digest(fields)
+    return fields
 
 
 def _settle_failure_policy(transfer: Any, policy: str) -> None:

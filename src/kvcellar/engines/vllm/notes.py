@@ -1,0 +1,101 @@
+"""What a lookup was about, told to the server after it, so that a miss can be explained there.
+
+The server sees keys, which say nothing about why they are not there. One small message for each
+lookup tells what the prompt is like, without a token or a secret in it: digests cut to eight bytes
+and a sketch. Sent when the answer is already used; nobody waits for it, and where it cannot be
+sent at once it is not sent. Used by the scheduler half.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from blake3 import blake3
+
+from kvcellar.client.session import Session
+from kvcellar.engines.vllm.binding import Bound
+from kvcellar.engines.vllm.requests import RequestState
+from kvcellar.keys.chain import ChunkChain
+from kvcellar.protocol.limits import KEYS_MAX, SKETCH_MAX_BYTES, TEXT_MAX
+from kvcellar.protocol.messages import LookupNote, Request
+
+__all__ = ["Notes", "Outcome"]
+
+_DIGEST_BYTES = 8
+
+
+class Outcome:
+    """What became of a lookup, as far as the engine knows."""
+
+    ANSWERED = "answered"
+    """The server said how much it has."""
+    LATE = "late"
+    """It said nothing in time."""
+    GATE = "gate"
+    """Loading what it has would take longer than computing."""
+    SHORT = "short"
+    """The prompt has no full chunk."""
+    UNNAMED = "unnamed"
+    """The prompt's KV has no safe name."""
+
+
+class Teller(Protocol):
+    """What notes need of `Exchange`."""
+
+    def tell(self, session: Session, make: Callable[[int], Request]) -> None:
+        """Send what expects nothing, or drop it."""
+        ...
+
+
+class Notes:
+    """Tells the server about lookups."""
+
+    def __init__(self, teller: Teller) -> None:
+        self._teller = teller
+
+    def tell(self, state: RequestState, bound: Bound, outcome: str, *, found: int = 0) -> None:
+        """Say what became of a request's lookup; takes some ten microseconds.
+
+        Args:
+            state: the request.
+            bound: where it was asked.
+            outcome: see `Outcome`.
+            found: leading chunks that the server has.
+        """
+        chain = state.chain
+        note = _note(state, outcome, chain, found=found)
+        self._teller.tell(bound.session, note)
+
+
+def _note(
+    state: RequestState, outcome: str, chain: ChunkChain | None, *, found: int
+) -> Callable[[int], LookupNote]:
+    request_id, tokens = state.request_id[:TEXT_MAX], int(state.request.num_tokens)
+    salt = _digest(b"salt", (state.request.cache_salt or "").encode("utf-8", "surrogatepass"))
+    adapter = _digest(b"adapter", state.adapter or b"")
+    if chain is None:
+        return lambda id_: LookupNote(
+            id_, request_id, outcome, tokens, 0, 0, salt=salt, adapter=adapter
+        )
+    keys = min(chain.count, KEYS_MAX)
+    found = min(found, keys)
+    return lambda id_: LookupNote(
+        id_,
+        request_id,
+        outcome,
+        tokens,
+        keys,
+        found,
+        missing=bytes(chain.key(found)) if found < keys else b"",
+        salt=salt,
+        adapter=adapter,
+        items=chain.items_digest(),
+        item_start=chain.first_item_start(),
+        unit_tokens=chain.unit_tokens,
+        sketch=chain.sketch(size_max_bytes=SKETCH_MAX_BYTES),
+    )
+
+
+def _digest(context: bytes, data: bytes) -> bytes:
+    if not data:
+        return b""
+    return blake3(b"kvcellar-" + context + b"-1\x00" + data).digest()[:_DIGEST_BYTES]
