@@ -18,6 +18,7 @@ __all__ = [
     "NotRegisteredError",
     "PeerClosedError",
     "RetryableError",
+    "TierBusyError",
     "TierOwnedError",
     "TierUnavailableError",
     "TimeoutExpiredError",
@@ -102,6 +103,12 @@ class TierUnavailableError(RetryableError):
     """A tier cannot be asked now (its medium fails, it is fenced off or closed): count a miss."""
 
     code = "tier_unavailable"
+
+
+class TierBusyError(TierUnavailableError):
+    """A tier has as many calls waiting as it may have; it works, and this call was not begun."""
+
+    code = "tier_busy"
 
 
 class TierOwnedError(RetryableError):

@@ -7,7 +7,8 @@ import pytest
 from kvcellar.clock import SystemClock
 from kvcellar.testing.memory_tier import MemoryTier
 from kvcellar.testing.tier_tests import TierTests
-from kvcellar.tiers.filesystem import FileSystemOptions, FileSystemTier
+from kvcellar.tiers.adapters import FileSystemOptions
+from kvcellar.tiers.filesystem import FileSystemTier
 
 
 class TestMemoryTier(TierTests):

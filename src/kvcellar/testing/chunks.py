@@ -11,9 +11,10 @@ from blake3 import blake3
 from kvcellar.memory.seal import seal
 from kvcellar.tiers.base import RAW, ChunkRecord, ChunkWrite, ReadWant
 
-__all__ = ["aligned_view", "bytes_of", "make_chunk", "make_key", "make_want"]
+__all__ = ["NAMESPACE", "aligned_view", "bytes_of", "make_chunk", "make_key", "make_want"]
 
 NAMESPACE = b"n" * 32
+"""The namespace of chunks for which none was named."""
 
 
 def make_key(number: int) -> bytes:

@@ -104,6 +104,14 @@ class MemoryTier(Tier):
         with self._lock:
             return sum(1 for key in keys if self._chunks.pop(key, None) is not None)
 
+    def clear(self, namespace: bytes, *, timeout_s: float) -> int:
+        """Forget a namespace."""
+        self._check()
+        with self._lock:
+            stored = [s.record for s in self._chunks.values()]
+        keys = [record.key for record in stored if namespace in {b"", record.namespace}]
+        return self.delete(keys, timeout_s=timeout_s)
+
     def usage(self) -> TierUsage:
         """Return the sums."""
         with self._lock:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kvcellar.errors import TierUnavailableError
-from kvcellar.testing.chunks import bytes_of, make_chunk, make_key, make_want
+from kvcellar.testing.chunks import NAMESPACE, bytes_of, make_chunk, make_key, make_want
 from kvcellar.tiers.base import ChunkWrite, ReadWant, Tier, WriteOutcome, WriteReport
 
 __all__ = ["TierTests"]
@@ -116,6 +116,18 @@ class TierTests:
             assert [_reads(tier, chunk) for chunk in chunks] == [1, 0, 1]
             assert _write(tier, chunks[1]).outcomes == (_WRITTEN,)
             assert _reads(tier, *chunks) == 3
+
+    def test_a_namespace_or_everything_can_be_cleared(self) -> None:
+        with self.open_tier() as tier:
+            theirs = [make_chunk(number, namespace=b"t" * 32) for number in range(3)]
+            ours = [make_chunk(number) for number in range(3, 5)]
+            _write(tier, *theirs, *ours)
+            assert tier.clear(b"t" * 32, timeout_s=TIMEOUT_S) == 3
+            assert tier.clear(b"t" * 32, timeout_s=TIMEOUT_S) == 0
+            assert (_reads(tier, *theirs), _reads(tier, *ours)) == (0, 2)
+            assert tier.clear(b"", timeout_s=TIMEOUT_S) == 2
+            assert tier.usage().chunks == 0
+            assert _write(tier, *ours).outcomes == (_WRITTEN,) * 2
 
     def test_a_chunk_is_given_only_to_who_wants_exactly_it(self) -> None:
         with self.open_tier() as tier:
@@ -218,16 +230,16 @@ class TierTests:
     def test_of_many_writers_of_a_key_one_writes(self) -> None:
         with self.open_tier() as tier:
             gate = threading.Barrier(4)
+            chunk = make_chunk(1, (100_000,))
 
             def write() -> WriteOutcome:
-                chunk = make_chunk(1, (100_000,))
                 gate.wait(TIMEOUT_S)
                 return _write(tier, chunk).outcomes[0]
 
             with ThreadPoolExecutor(4) as pool:
                 outcomes = [future.result() for future in [pool.submit(write) for _ in range(4)]]
             assert sorted(outcomes) == [_WRITTEN] + [WriteOutcome.PRESENT] * 3
-            assert _reads(tier, make_chunk(1, (100_000,))) == 1
+            assert _reads(tier, chunk) == 1
 
     def test_readers_get_right_bytes_or_a_miss_while_others_delete(self) -> None:
         with self.open_tier() as tier:
@@ -264,6 +276,7 @@ class TierTests:
             lambda: tier.read_many([make_want(make_chunk(1))], timeout_s=TIMEOUT_S),
             lambda: _write(tier, make_chunk(2)),
             lambda: tier.delete([make_key(1)], timeout_s=TIMEOUT_S),
+            lambda: tier.clear(b"", timeout_s=TIMEOUT_S),
         )
         for call in calls:
             try:
@@ -288,6 +301,8 @@ class TierTests:
         try:
             assert _reads(reopened, *chunks) == 2
             assert _reads(reopened, chunks[3]) == 1
+            assert reopened.clear(NAMESPACE, timeout_s=TIMEOUT_S) == 3
+            assert _reads(reopened, chunks[3]) == 0
         finally:
             reopened.close()
 

@@ -253,6 +253,20 @@ class Tier(ABC):
         """
 
     @abstractmethod
+    def clear(self, namespace: bytes, *, timeout_s: float) -> int:
+        """Remove every chunk of a namespace and return how many there were.
+
+        Chunks that are being written meanwhile may stay: ask when the writes have returned.
+
+        Args:
+            namespace: 32 bytes, or empty for all chunks.
+            timeout_s: what is not removed in time stays; asking again goes on.
+
+        Raises:
+            TierUnavailableError: the medium cannot be asked, or is still being counted.
+        """
+
+    @abstractmethod
     def usage(self) -> TierUsage:
         """Return what is held now, from memory; never raises."""
 
@@ -262,6 +276,11 @@ class Tier(ABC):
 
         Later calls raise `TierUnavailableError`, but for `capabilities`, `usage` and `touch`.
         """
+
+    @property
+    def trouble(self) -> str:
+        """Return why it cannot be used now, "" while it can; from memory, never raises."""
+        return ""
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - forgetting is a fair answer.
         """Count the keys as used now, the last first, so that a prefix leaves from its tail.

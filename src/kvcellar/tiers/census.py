@@ -111,7 +111,7 @@ class Census:
             if self._index.look(key) is not Presence.THERE:
                 continue
             try:
-                self._index.name_tenant(key, read_header(self._folder.path(key), key).tenant)
+                self._index.name(read_header(self._folder.path(key), key))
             except DamagedRecordError as damage:
                 self._on_damage(key, str(damage))
             except OSError as error:

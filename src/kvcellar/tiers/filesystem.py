@@ -12,13 +12,12 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-
-import msgspec
 
 from kvcellar.clock import Clock
 from kvcellar.errors import TierUnavailableError
+from kvcellar.memory.seal import warm_up
 from kvcellar.telemetry.logs import EventLog, OncePer
+from kvcellar.tiers.adapters import FileSystemOptions
 from kvcellar.tiers.base import (
     ChunkWrite,
     ReadReport,
@@ -30,7 +29,13 @@ from kvcellar.tiers.base import (
     WriteReport,
 )
 from kvcellar.tiers.census import Census
-from kvcellar.tiers.chunk_file import DamagedRecordError, occupied_bytes, read_chunk, write_chunk
+from kvcellar.tiers.chunk_file import (
+    DamagedRecordError,
+    occupied_bytes,
+    read_chunk,
+    read_header,
+    write_chunk,
+)
 from kvcellar.tiers.folder import Folder
 from kvcellar.tiers.index import ChunkIndex, Presence
 from kvcellar.tiers.record import record_bytes
@@ -39,7 +44,7 @@ from kvcellar.tiers.traffic import Traffic
 from kvcellar.transport.deadline import Deadline
 from kvcellar.units import format_bytes
 
-__all__ = ["FileSystemOptions", "FileSystemTier"]
+__all__ = ["FileSystemTier"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What concerns one file, so that it is of no use; anything else may pass and costs no chunk.
@@ -52,37 +57,13 @@ _LOG_INTERVAL_S = 60.0
 _log = EventLog("kvcellar.tiers")
 
 
-class FileSystemOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a folder is used.
-
-    Attributes:
-        name: for logs and metrics.
-        base_path: the folder; made where it is missing.
-        temporary_dir: folder for unfinished writes, below `base_path`.
-        cap_bytes: the most that `du` of the folder may say; 0 leaves 5 % of the file system free.
-        workers: threads that read; half as many write.
-        direct: bypass the page cache where the file system can.
-        is_shared: other processes, here or on other nodes, use the folder as well.
-        keeps_chunks: False removes all chunks at start.
-        may_evict: least recently used chunks leave for new ones; False keeps what is there.
-    """
-
-    name: str
-    base_path: Path
-    temporary_dir: str = ".tmp"
-    cap_bytes: int = 0
-    workers: int = 4
-    direct: bool = True
-    is_shared: bool = False
-    keeps_chunks: bool = True
-    may_evict: bool = True
-
-
 class FileSystemTier(Tier):
     """Chunks in one folder."""
 
     def __init__(self, options: FileSystemOptions, clock: Clock) -> None:
         """Open the folder; what is in it is found out in the background.
+
+        Blocks for the second that it takes to compile the seal.
 
         Raises:
             TierOwnedError: another process has the folder.
@@ -118,6 +99,8 @@ class FileSystemTier(Tier):
             discard=None if options.keeps_chunks else self._remove,
         )
         self._census.start()
+        # Now, and not by each of the threads that read at once.
+        warm_up()
 
     @property
     def capabilities(self) -> TierCapabilities:
@@ -189,6 +172,20 @@ class FileSystemTier(Tier):
                 break
             if self._index.look(key) is not Presence.MISSING or self._options.is_shared:
                 count += self._remove(key)
+        return count
+
+    def clear(self, namespace: bytes, *, timeout_s: float) -> int:
+        """Remove the files of a namespace; reads the headers of those that are not known yet."""
+        self._check_open()
+        deadline = Deadline(self._clock, timeout_s)
+        if not self._census.wait(deadline.remaining_s()) or not self._index.is_complete:
+            raise TierUnavailableError(f"tier {self._options.name} is still counted")
+        count = 0
+        sure, unsure = self._index.keys_of(namespace)
+        for key in itertools.chain(sure, (key for key in unsure if self._is_of(key, namespace))):
+            if deadline.remaining_s() <= 0:
+                break
+            count += self._remove(key)
         return count
 
     def usage(self) -> TierUsage:
@@ -278,6 +275,13 @@ class FileSystemTier(Tier):
         self._index.found(key, occupied)
         return True
 
+    def _is_of(self, key: bytes, namespace: bytes) -> bool:
+        try:
+            return read_header(self._folder.path(key), key).namespace == namespace
+        except (DamagedRecordError, OSError):
+            # Whatever it is, nobody will miss it.
+            return True
+
     def _write(self, write: ChunkWrite) -> tuple[WriteOutcome, str]:
         """Store one chunk; returns why the medium failed as well."""
         record = write.record
@@ -290,15 +294,17 @@ class FileSystemTier(Tier):
                 return (WriteOutcome.PRESENT if has_room is None else WriteOutcome.FULL), ""
         except OSError as error:
             return WriteOutcome.FAILED, _reason("write", error)
-        occupied: int | None = None
         try:
             occupied = self._put(write)
         except OSError as error:
+            self._index.drop_write(record.key)
             if error.errno in _FULL:
                 return WriteOutcome.FULL, ""
             return WriteOutcome.FAILED, _reason("write", error)
-        finally:
-            self._index.end_write(record.key, occupied, record.tenant)
+        except BaseException:
+            self._index.drop_write(record.key)
+            raise
+        self._index.end_write(record, occupied)
         return WriteOutcome.WRITTEN, ""
 
     def _put(self, write: ChunkWrite) -> int:
@@ -392,6 +398,8 @@ class _ReadBatch:
         try:
             if self._deadline.remaining_s() > 0:
                 seals = self._tier.read_one(want)
+            else:
+                self._failures.append("read: not begun in time")
         except DamagedRecordError:
             self._damaged.append(want.key)
         except OSError as error:

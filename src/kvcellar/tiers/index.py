@@ -7,12 +7,13 @@ Every method takes one lock for some microseconds; the writers' order (room firs
 the tier's business.
 """
 
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
-from kvcellar.tiers.base import TENANTS_MAX
+from kvcellar.tiers.base import TENANTS_MAX, ChunkRecord
 
 __all__ = ["ChunkIndex", "Presence"]
 
@@ -31,16 +32,18 @@ class _Entry:
 
     Attributes:
         occupied_bytes: what it takes on the medium.
-        tenant: None until its header was read.
+        tenant: "" until its header was read.
+        namespace: empty until its header was read.
         is_found: it was there at start and has not been used since.
         is_bad: it cannot be used nor removed; it only counts.
     """
 
-    __slots__ = ("is_bad", "is_found", "occupied_bytes", "tenant")
+    __slots__ = ("is_bad", "is_found", "namespace", "occupied_bytes", "tenant")
 
-    def __init__(self, occupied_bytes: int, tenant: str | None, *, is_found: bool) -> None:
+    def __init__(self, occupied_bytes: int, *, is_found: bool) -> None:
         self.occupied_bytes = occupied_bytes
-        self.tenant = tenant
+        self.tenant = ""
+        self.namespace = b""
         self.is_found = is_found
         self.is_bad = False
 
@@ -59,6 +62,7 @@ class ChunkIndex:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
         self._writing: dict[bytes, int] = {}  # key -> reserved bytes
         self._tenants: Counter[str] = Counter()
+        self._namespaces: dict[bytes, bytes] = {}
         self._fixed: dict[str, int] = {}  # folders by name, and "" for files that are not ours
         self._leaving: dict[bytes, int] = {}  # key -> bytes of a file that is being removed
         self._chunk_bytes = 0
@@ -131,22 +135,19 @@ class ChunkIndex:
             self._writing[key] = reserved_bytes
             return True
 
-    def end_write(self, key: bytes, occupied_bytes: int | None, tenant: str = "") -> None:
-        """Turn a reservation into a chunk that is there, or drop it.
+    def end_write(self, record: ChunkRecord, occupied_bytes: int) -> None:
+        """Turn a reservation into a chunk that is there, and occupies so much."""
+        with self._lock:
+            del self._writing[record.key]
+            self._forget(record.key)
+            entry = _Entry(occupied_bytes, is_found=False)
+            self._name(entry, record)
+            self._add(record.key, entry)
 
-        Args:
-            key: as begun.
-            occupied_bytes: what the chunk really takes; None when it was not written.
-            tenant: of the chunk.
-        """
+    def drop_write(self, key: bytes) -> None:
+        """Give a reservation back: nothing was written."""
         with self._lock:
             del self._writing[key]
-            if occupied_bytes is None:
-                return
-            self._forget(key)
-            if self._gone is not None:
-                self._gone.discard(key)
-            self._add(key, _Entry(occupied_bytes, tenant, is_found=False))
 
     def found(self, key: bytes, occupied_bytes: int) -> None:
         """Take in a file that was there; the oldest of all until `order_found`.
@@ -158,7 +159,7 @@ class ChunkIndex:
                 return
             if not self._is_shared if self._gone is None else key in self._gone:
                 return
-            self._add(key, _Entry(occupied_bytes, None, is_found=True))
+            self._add(key, _Entry(occupied_bytes, is_found=True))
             self._entries.move_to_end(key, last=False)
 
     def order_found(self, newest_first: Iterable[bytes]) -> None:
@@ -174,14 +175,25 @@ class ChunkIndex:
         with self._lock:
             self._gone = None
 
-    def name_tenant(self, key: bytes, tenant: str) -> None:
+    def name(self, record: ChunkRecord) -> None:
         """Say whose a chunk is that was found."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None and entry.tenant is None and not entry.is_bad:
-                self._tenants[""] -= entry.occupied_bytes
-                self._tenants[tenant] += entry.occupied_bytes
-                entry.tenant = tenant
+            entry = self._entries.get(record.key)
+            if entry is not None and not entry.namespace and not entry.is_bad:
+                self._forget_tenant(entry)
+                self._name(entry, record)
+                self._tenants[entry.tenant] += entry.occupied_bytes
+
+    def keys_of(self, namespace: bytes) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys of a namespace (of all when it is empty), and those not known yet."""
+        sure, unsure = [], []
+        with self._lock:
+            for key, entry in self._entries.items():
+                if not namespace or entry.namespace == namespace:
+                    sure.append(key)
+                elif not entry.namespace:
+                    unsure.append(key)
+        return sure, unsure
 
     def oldest(self) -> bytes | None:
         """Return the key that has to leave first, None when there is none."""
@@ -210,7 +222,7 @@ class ChunkIndex:
             if self._gone is not None:
                 self._gone.add(key)
             if not is_gone:
-                entry = _Entry(occupied_bytes, None, is_found=False)
+                entry = _Entry(occupied_bytes, is_found=False)
                 entry.is_bad = True
                 self._entries[key] = entry
                 self._bad_bytes += occupied_bytes
@@ -237,7 +249,7 @@ class ChunkIndex:
             assert self._bad == len(bad)
             sums: Counter[str] = Counter()
             for entry in good:
-                sums[entry.tenant or ""] += entry.occupied_bytes
+                sums[entry.tenant] += entry.occupied_bytes
             assert +self._tenants == +sums, (self._tenants, sums)
             assert all(value >= 0 for value in self._fixed.values()), self._fixed
 
@@ -248,7 +260,7 @@ class ChunkIndex:
     def _add(self, key: bytes, entry: _Entry) -> None:
         self._entries[key] = entry
         self._chunk_bytes += entry.occupied_bytes
-        self._tenants[entry.tenant or ""] += entry.occupied_bytes
+        self._tenants[entry.tenant] += entry.occupied_bytes
 
     def _forget(self, key: bytes) -> None:
         entry = self._entries.pop(key, None)
@@ -259,7 +271,14 @@ class ChunkIndex:
             self._bad_bytes -= entry.occupied_bytes
             return
         self._chunk_bytes -= entry.occupied_bytes
-        tenant = entry.tenant or ""
-        self._tenants[tenant] -= entry.occupied_bytes
-        if self._tenants[tenant] <= 0:
-            del self._tenants[tenant]
+        self._forget_tenant(entry)
+
+    def _forget_tenant(self, entry: _Entry) -> None:
+        self._tenants[entry.tenant] -= entry.occupied_bytes
+        if self._tenants[entry.tenant] <= 0:
+            del self._tenants[entry.tenant]
+
+    def _name(self, entry: _Entry, record: ChunkRecord) -> None:
+        # A million chunks share a few names: keep one object of each.
+        entry.tenant = sys.intern(record.tenant)
+        entry.namespace = self._namespaces.setdefault(record.namespace, record.namespace)

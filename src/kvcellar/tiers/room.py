@@ -54,8 +54,8 @@ class Room:
         """Reserve room for a record, evicting as much as needed.
 
         Returns:
-            True when it may be written, until `index.end_write`; False when there is no room;
-            None when the key is there already.
+            True when it may be written; `end_write` or `drop_write` of the index follows. False
+            when there is no room; None when the key is there already.
 
         Raises:
             OSError: the file system cannot be asked.
@@ -67,10 +67,10 @@ class Room:
             try:
                 has_room = self._make(needed_bytes)
             except BaseException:
-                self._index.end_write(key, None)
+                self._index.drop_write(key)
                 raise
             if not has_room:
-                self._index.end_write(key, None)
+                self._index.drop_write(key)
             return has_room
 
     def free(self, needed_bytes: int) -> bool:
