@@ -14,6 +14,7 @@ from kvcellar import __version__
 from kvcellar.protocol.messages import PROTOCOL_VERSION
 from kvcellar.server.instances import Instance
 from kvcellar.server.node import Node
+from kvcellar.server.tenant_facts import tenant_metrics, tenant_status
 from kvcellar.server.tier_facts import tier_metrics, tier_status
 from kvcellar.telemetry.status import (
     ArenaFacts,
@@ -39,7 +40,8 @@ def status_with_metrics(node: Node) -> dict[str, Any]:
     page = status_page(_facts(node, parts))
     page["storage_manager"] |= tier_status(node.tiers)
     page["kvcellar"]["degraded"] = {name: text for name, text in node.degraded().items() if text}
-    page["metrics"] = _metrics(node, parts) | tier_metrics(node.tiers)
+    page["kvcellar"] |= tenant_status(node.store)
+    page["metrics"] = _metrics(node, parts) | tier_metrics(node.tiers) | tenant_metrics(node.store)
     return page
 
 
