@@ -244,6 +244,8 @@ def _bytes_of(
 @functools.cache
 def page_kernels() -> PageKernels | None:
     """Return the loops around the seal's own kernels, None without numba; compiles once."""
+    # Where another thread compiles them, they are worth waiting for.
+    seal.warm_up()
     kernels = seal.kernels()
     if kernels is None:
         return None

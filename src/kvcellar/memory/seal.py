@@ -31,6 +31,7 @@ cache where the other needs 26), and a GPU kernel keeps its lanes' weights in re
 """
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -67,6 +68,7 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 # 64 rows as uint64 are 512 KiB: with their source they stay in a core's second-level cache.
 _TILE_ROWS = 64
 _WORD = np.dtype("<u4")
+_COMPILING = threading.Lock()
 
 Words = npt.NDArray[np.uint32]
 Weights = npt.NDArray[np.uint64]
@@ -171,7 +173,7 @@ def warm_up() -> bool:
         True when compiled functions are used from now on, False when numpy does the work because
         numba is not installed.
     """
-    return kernels() is not None
+    return _compiled() is not None
 
 
 @cache
@@ -187,19 +189,26 @@ def row_weights(count: int) -> Weights:
     return _mix(np.arange(ROW_WORDS, ROW_WORDS + count, dtype=np.uint64))
 
 
-@cache
 def kernels() -> Kernels | None:
     """Return the compiled functions, None where numba is missing; compiles at the first call.
 
-    Nothing is cached on disk: a package does not write beside itself, or into a home that may be
-    read-only or shared.
+    While another thread compiles them it is None as well: numpy is slower than they are, and
+    faster than waiting a second for them, or compiling them twice.
     """
+    return None if _COMPILING.locked() else _compiled()
+
+
+@cache
+def _compiled() -> Kernels | None:
+    # Nothing is cached on disk: a package does not write beside itself, or into a home that may
+    # be read-only or shared.
     if sys.byteorder != "little":
         return None
-    try:
-        return _compile()
-    except ImportError:
-        return None
+    with _COMPILING:
+        try:
+            return _compile()
+        except ImportError:
+            return None
 
 
 def _compile() -> Kernels:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from kvcellar.clock import Clock
 from kvcellar.errors import NotRegisteredError
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
-from kvcellar.protocol.messages import AwaitFetch, ChunkState, LookupReply
+from kvcellar.protocol.messages import AwaitFetch, ChunkState, Lookup, LookupReply
 from kvcellar.protocol.tier_messages import Find, Found, Read, ReadDone, Run, TierAnswer
 from kvcellar.server.instances import Client, Connection, Instance
 from kvcellar.server.tier_line import TierAsker
@@ -64,6 +64,7 @@ class _Fetch:
         client: for whom.
         namespace: of the keys.
         shard_bytes: of a chunk of it.
+        tenant: on whose account the chunks go.
         keys: all keys of the lookup.
         found: leading chunks that the lookup found.
         owner: the life of the tier process that it belongs to.
@@ -81,6 +82,7 @@ class _Fetch:
     client: Client
     namespace: NamespaceId
     shard_bytes: tuple[int, ...]
+    tenant: str
     keys: bytes
     found: int
     owner: OwnerId
@@ -183,7 +185,7 @@ class Fetches:
         client: Client,
         owner: OwnerId,
         instance: Instance,
-        keys: bytes,
+        lookup: Lookup,
         found: int,
     ) -> int:
         """Begin to fetch what a lookup did not find; return the handle, 0 where nothing is begun.
@@ -192,16 +194,17 @@ class Fetches:
             client: who looked up.
             owner: the life of the tier process.
             instance: the client's, bound.
-            keys: all keys of the lookup.
+            lookup: what the client asked.
             found: leading chunks that are in the arena.
         """
+        keys = lookup.keys
         assert instance.namespace is not None, instance.name
         if not self._has_place(len(keys)):
             return 0
         self._last += 1
         fetch = _Fetch(
-            self._last, client, instance.namespace, instance.shard_bytes, keys, found, owner,
-            at=found, end=len(keys) // KEY_BYTES, began_s=self._clock.monotonic_s(),
+            self._last, client, instance.namespace, instance.shard_bytes, lookup.tenant, keys,
+            found, owner, at=found, end=len(keys) // KEY_BYTES, began_s=self._clock.monotonic_s(),
         )  # fmt: skip
         if not self._asker.ask(
             lambda id_: Find(id_, keys, found), lambda answer: self._found(fetch, answer)
@@ -297,6 +300,7 @@ class Fetches:
                 writers=(fetch.owner,) * len(fetch.shard_bytes),
                 now_s=self._clock.monotonic_s(),
                 request=0,
+                tenant=fetch.tenant,
             )
         except NotRegisteredError:
             fetch.end = fetch.at

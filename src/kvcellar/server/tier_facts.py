@@ -63,7 +63,7 @@ def tier_metrics(tiers: Tiers | None) -> dict[str, Any]:
     if tiers is None:
         return {}
     meters = tiers.meters
-    by_tier = {f"{index}:{tier.name}": tier for index, tier in enumerate(tiers.facts)}
+    by_tier = {tier.name: tier for tier in tiers.facts}
     values: dict[str, Any] = {
         f"tier_{name}": {label: getattr(tier, field) for label, tier in by_tier.items()}
         for name, field in _FIELDS.items()

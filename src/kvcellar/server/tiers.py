@@ -8,6 +8,7 @@ more than misses, and nothing in here waits. Wired by `control`, used by `reques
 """
 
 import asyncio
+import itertools
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from kvcellar.clock import Clock
 from kvcellar.config.server import ServerConfig
 from kvcellar.errors import ConfigError
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.protocol.messages import Lookup
 from kvcellar.protocol.tier_messages import (
     Configure,
     Delete,
@@ -38,6 +40,7 @@ from kvcellar.store.entries import OwnerId
 from kvcellar.store.machine import Store
 from kvcellar.store.reservations import Reservation
 from kvcellar.telemetry.logs import EventLog
+from kvcellar.tiers.adapters import read_adapter
 
 __all__ = ["Tiers"]
 
@@ -78,7 +81,17 @@ class Tiers:
         arena_fd: int,
         clock: Clock,
     ) -> None:
-        """Prepare; nothing happens before `start`."""
+        """Prepare; nothing happens before `start`.
+
+        Raises:
+            ConfigError: an adapter is not one.
+        """
+        adapters = [
+            read_adapter(text, position=position)
+            for position, text in enumerate(config.tier_adapters())
+        ]
+        for note in itertools.chain(*(adapter.notes for adapter in adapters)):
+            _log.warning("flag without effect", note=note)
         self._config = config
         self._store = store
         self._roster = roster
@@ -91,7 +104,7 @@ class Tiers:
             clock=clock,
         )
         self.meters = meters = TierMeters()
-        self.count = len(config.tier_adapters())
+        self.count = len(adapters)
         self.fetches = Fetches(
             store,
             meters,
@@ -190,19 +203,19 @@ class Tiers:
 
         return self._line.ask(make, guarded)
 
-    def begin_fetch(self, client: Client, instance: Instance, keys: bytes, found: int) -> int:
+    def begin_fetch(self, client: Client, instance: Instance, lookup: Lookup, found: int) -> int:
         """Begin to fetch what a lookup did not find; return the handle, 0 where nothing is begun.
 
         Args:
             client: the scheduler half that looked up.
             instance: its instance, bound.
-            keys: all keys of the lookup.
+            lookup: what it asked.
             found: leading chunks that are in the arena.
         """
         if self._wipes:
             # What is being removed must not come back.
             return 0
-        return self.fetches.begin(client, self._owner, instance, keys, found)
+        return self.fetches.begin(client, self._owner, instance, lookup, found)
 
     def committed(self, reservation: Reservation) -> None:
         """Write chunks behind that have just become visible."""

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from kvcellar.clock import SystemClock
 from kvcellar.errors import KVCellarError
 from kvcellar.memory.arena import ArenaView
-from kvcellar.memory.seal import warm_up
 from kvcellar.protocol.frames import FrameReader
 from kvcellar.protocol.tier_messages import (
     Configure,
@@ -122,8 +121,6 @@ class _TierProcess:
             _facts(adapter.kind, tier) for adapter, tier in zip(adapters, tiers, strict=True)
         )
         threading.Thread(target=self._report, name="report", daemon=True).start()
-        # Compiled in the background; until then numpy gives the same values.
-        threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
         return Ready(question.id, self._facts())
 
     def _answer(self, job: Callable[[], TierAnswer]) -> None:
