@@ -120,9 +120,9 @@ def test_a_bad_body_is_refused_by_field(server, web, content, status, named):
 
 
 def test_what_is_not_there_says_so(web):
-    missing = web.get("/env")
+    missing = web.get("/nothing")
     assert missing.status_code == 404
-    assert missing.json() == {"detail": "GET /env is not here"}
+    assert missing.json() == {"detail": "GET /nothing is not here"}
     wrong = web.get("/cache/clear")
     assert wrong.status_code == 405
     assert wrong.json() == {"detail": "GET /cache/clear is not here"}

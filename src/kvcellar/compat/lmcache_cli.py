@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvcellar import __version__
 from kvcellar.compat.lmcache_flags import LMCACHE_SERVER_FLAGS
+from kvcellar.compat.lmcache_metrics import LMCACHE_METRICS
 from kvcellar.config.flags import suggestion
 from kvcellar.config.load import load_server
 from kvcellar.errors import ConfigError, KVCellarError
@@ -80,7 +81,7 @@ def _server(rest: Sequence[str]) -> int:
     )
     from kvcellar.server.control import run as serve
 
-    serve(loaded.config, loaded.notes)
+    serve(loaded.config, loaded.notes, LMCACHE_METRICS)
     return 0
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from kvcellar import __version__
 from kvcellar.clock import Clock, SystemClock
 from kvcellar.config.server import ServerConfig
+from kvcellar.config.shown import config_page
 from kvcellar.errors import ConfigError
 from kvcellar.memory.arena import Arena, ArenaGrower
 from kvcellar.memory.limits import check_l1_size
@@ -36,6 +37,7 @@ from kvcellar.server.watermark import Watermark
 from kvcellar.store.limits import StoreLimits
 from kvcellar.store.machine import Store
 from kvcellar.store.policies import policy_from_name
+from kvcellar.telemetry.aliases import Alias
 from kvcellar.telemetry.logs import EventLog, setup_logging
 from kvcellar.transport.address import TcpAddress
 from kvcellar.transport.sockets import listen_tcp, listen_unix
@@ -50,12 +52,13 @@ _HTTP_PORT_POLL_S = 0.02
 _log = EventLog("kvcellar.server")
 
 
-def run(config: ServerConfig, notes: Sequence[str] = ()) -> None:
+def run(config: ServerConfig, notes: Sequence[str] = (), aliases: Sequence[Alias] = ()) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         config: checked by `config.load`.
         notes: lines to log first, about flags that mean nothing here.
+        aliases: other names under which metrics are shown as well.
 
     Raises:
         ConfigError: the server cannot start; the message says what to change.
@@ -65,15 +68,15 @@ def run(config: ServerConfig, notes: Sequence[str] = ()) -> None:
         _log.warning("flag without effect", note=note)
     check_l1_size(config.l1_bytes)
     _raise_descriptor_limit()
-    asyncio.run(_serve(config))
+    asyncio.run(_serve(config, aliases))
 
 
-async def _serve(config: ServerConfig) -> None:
+async def _serve(config: ServerConfig, aliases: Sequence[Alias]) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    server = ControlServer(config, SystemClock())
+    server = ControlServer(config, SystemClock(), aliases)
     unused = UnusedWatch(
         config.stop_when_unused_s,
         lambda: bool(server.node.roster.instances),
@@ -95,13 +98,14 @@ async def _serve(config: ServerConfig) -> None:
 class ControlServer:
     """One server of a node, on the running loop."""
 
-    def __init__(self, config: ServerConfig, clock: Clock) -> None:
+    def __init__(self, config: ServerConfig, clock: Clock, aliases: Sequence[Alias] = ()) -> None:
         """Make the parts; nothing is opened but the arena's empty file.
 
         Raises:
             ArenaMapError: the kernel gives no shared memory.
         """
         self._config = config
+        self._aliases = aliases
         self._clock = clock
         shape = ArenaShape(config.l1_bytes, step_size_bytes(config.l1_bytes))
         self._arena = Arena.create(shape.size_bytes, shape.step_bytes)
@@ -198,7 +202,11 @@ class ControlServer:
     def _make_http(self) -> ChildProcess:
         # It keeps our listening sockets open, so while it is away connections wait.
         fds = [sock.fileno() for sock in self._http_sockets]
-        arguments = (fds, self._config.log_level, self._config.admin_token_file)
+        config = self._config
+        aliases = [tuple(alias) for alias in self._aliases]
+        arguments = (
+            fds, config.log_level, config.admin_token_file, config_page(config), aliases,
+        )  # fmt: skip
         return ChildProcess(
             Program("HTTP", "kvcellar.server.http.process", fds, arguments),
             attach=self._attach_child,

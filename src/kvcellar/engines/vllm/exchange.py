@@ -140,4 +140,3 @@ class Exchange:
             self.release(session, reply.lease)
         elif isinstance(reply, ReserveReply):
             self.cancel(session, reply.reservation)
-

@@ -3,12 +3,13 @@
 Used by the pages.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
-__all__ = ["BODY_MAX_BYTES", "RefusedError", "read_body"]
+__all__ = ["BODY_MAX_BYTES", "RefusedError", "pretty_json", "read_body"]
 
 BODY_MAX_BYTES = 65_536
 
@@ -25,13 +26,20 @@ class RefusedError(Exception):
         self.headers = headers
 
 
-async def read_body(request: HttpRequest, kind: type[BodyT], *, empty: BodyT | None) -> BodyT:
+async def read_body(
+    request: HttpRequest,
+    kind: type[BodyT],
+    *,
+    empty: BodyT | None,
+    size_max_bytes: int = BODY_MAX_BYTES,
+) -> BodyT:
     """Return the JSON body of a request.
 
     Args:
         request: it is read to its end.
         kind: what it must be.
         empty: what no body at all means; None if there must be one.
+        size_max_bytes: a larger one is refused.
 
     Raises:
         RefusedError: it is too large or not what it must be; the text names the field.
@@ -39,11 +47,18 @@ async def read_body(request: HttpRequest, kind: type[BodyT], *, empty: BodyT | N
     content = bytearray()
     async for piece in request.stream():
         content += piece
-        if len(content) > BODY_MAX_BYTES:
-            raise RefusedError(413, f"the body is larger than {BODY_MAX_BYTES} bytes")
+        if len(content) > size_max_bytes:
+            raise RefusedError(413, f"the body is larger than {size_max_bytes} bytes")
     if not content.strip() and empty is not None:
         return empty
     try:
         return msgspec.json.decode(bytes(content), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RefusedError(400, f"the body is wrong: {error}") from error
+
+
+# Any: whatever is JSON.
+def pretty_json(page: Any) -> Response:  # noqa: ANN401 - as said.
+    """Return an answer that people can read as well."""
+    text = msgspec.json.format(msgspec.json.encode(page), indent=2)
+    return Response(text, media_type="application/json")

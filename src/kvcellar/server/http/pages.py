@@ -5,8 +5,8 @@ nothing here holds state, and a control loop that is frozen makes 503s, not hang
 `admission` decides who may change anything. Errors are `{"detail": …}`.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.applications import Starlette
@@ -18,12 +18,16 @@ from kvcellar import __version__
 from kvcellar.errors import KVCellarError, RetryableError
 from kvcellar.protocol.messages import Clear, Cleared, Status, StatusReply
 from kvcellar.server.http.admission import Admission
+from kvcellar.server.http.api_pages import ApiPages
 from kvcellar.server.http.bodies import RefusedError, read_body
+from kvcellar.server.http.config_pages import ConfigPages
 from kvcellar.server.http.control_line import ControlLine
+from kvcellar.server.http.object_pages import ObjectPages
 from kvcellar.server.http.quota_pages import QuotaPages
+from kvcellar.telemetry.aliases import Alias, render_aliases
 from kvcellar.telemetry.metrics import CONTENT_TYPE, render
 
-__all__ = ["make_app"]
+__all__ = ["Look", "make_app"]
 
 ANSWER_TIMEOUT_S = 1.0
 CLEAR_TIMEOUT_S = 30.0
@@ -36,9 +40,22 @@ class _ClearBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     force: bool = False
 
 
-def make_app(line: ControlLine, admission: Admission) -> Starlette:
+class Look(NamedTuple):
+    """What the pages show that the control loop is not asked for.
+
+    Attributes:
+        config: the settings without secrets.
+        aliases: other names of metrics.
+    """
+
+    config: Mapping[str, Any] = {}
+    aliases: tuple[Alias, ...] = ()
+
+
+def make_app(line: ControlLine, admission: Admission, look: Look | None = None) -> Starlette:
     """Return the application: pages that ask over `line`, and change things as `admission` says."""
-    pages = _Pages(line, admission)
+    look = look or Look()
+    pages = _Pages(line, admission, look)
     routes = [
         Route("/", _answered(pages.root)),
         Route("/healthcheck", _answered(pages.health)),
@@ -47,13 +64,17 @@ def make_app(line: ControlLine, admission: Admission) -> Starlette:
         Route("/version", _answered(pages.version)),
         Route("/cache/clear", _answered(pages.clear), methods=["POST"]),
         *QuotaPages(line, admission).routes(_answered),
+        *ObjectPages(line, admission).routes(_answered),
+        *ConfigPages(look.config).routes(_answered),
+        *ApiPages().routes(_answered),
     ]
     return Starlette(routes=routes, exception_handlers={404: _no_such_page, 405: _no_such_page})
 
 
 class _Pages:
-    def __init__(self, line: ControlLine, admission: Admission) -> None:
+    def __init__(self, line: ControlLine, admission: Admission, look: Look) -> None:
         self._line = line
+        self._look = look
         self._admission = admission
 
     async def root(self, _request: HttpRequest) -> Response:
@@ -79,7 +100,8 @@ class _Pages:
 
     async def metrics(self, _request: HttpRequest) -> Response:
         page = await self._page()
-        return Response(render(page["metrics"]), media_type=CONTENT_TYPE)
+        text = render(page["metrics"]) + render_aliases(page["metrics"], self._look.aliases)
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def clear(self, request: HttpRequest) -> Response:
         self._admission.check(request)

@@ -11,13 +11,15 @@ import ctypes
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import uvicorn
 
 from kvcellar.server.http.admission import Admission
 from kvcellar.server.http.control_line import ControlLine
-from kvcellar.server.http.pages import make_app
+from kvcellar.server.http.pages import Look, make_app
+from kvcellar.telemetry.aliases import Alias
 from kvcellar.telemetry.logs import setup_logging
 
 __all__ = ["main"]
@@ -27,8 +29,14 @@ _CONNECTIONS_MAX = 256
 _KEEP_ALIVE_S = 15
 
 
+# Any: plain data, see `config.shown`.
 def main(
-    line_fd: int, listener_fds: Sequence[int], log_level: str, admin_token_file: str | None
+    line_fd: int,
+    listener_fds: Sequence[int],
+    log_level: str,
+    admin_token_file: str | None,
+    config_page: Mapping[str, Any],
+    aliases: Sequence[Sequence[str]],
 ) -> None:
     """Serve until the control process ends.
 
@@ -37,17 +45,22 @@ def main(
         listener_fds: listening TCP sockets; owned from here on.
         log_level: see `setup_logging`.
         admin_token_file: `--admin-token-file`; None without.
+        config_page: the settings without secrets.
+        aliases: other names of metrics, see `telemetry.aliases`.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     setup_logging(log_level)
-    asyncio.run(_serve(line_fd, listener_fds, Admission(admin_token_file)))
+    look = Look(config_page, tuple(Alias(*alias) for alias in aliases))
+    asyncio.run(_serve(line_fd, listener_fds, Admission(admin_token_file), look))
 
 
-async def _serve(line_fd: int, listener_fds: Sequence[int], admission: Admission) -> None:
+async def _serve(
+    line_fd: int, listener_fds: Sequence[int], admission: Admission, look: Look
+) -> None:
     # Not an orderly end: every answer would need the control process, which is gone.
     line = await ControlLine.open(socket.socket(fileno=line_fd), on_close=lambda: os._exit(0))
     config = uvicorn.Config(
-        make_app(line, admission),
+        make_app(line, admission, look),
         loop="asyncio",
         http="h11",
         ws="none",
