@@ -22,6 +22,7 @@ from kvcellar.protocol.messages import (
     Goodbye,
     Heartbeat,
     Lookup,
+    Release,
     Reserve,
     Role,
     Status,
@@ -207,17 +208,24 @@ class Engine:
     def lookup(self, *numbers):
         return self.call(lambda i: Lookup(i, keys(*numbers)))
 
-    def reserve(self, *numbers):
-        return self.call(lambda i: Reserve(i, keys(*numbers), b""))
+    def reserve(self, *numbers, tenant=""):
+        return self.call(lambda i: Reserve(i, keys(*numbers), b"", tenant=tenant))
+
+    def release(self, *hits):
+        self.call(lambda i: Release(i, tuple(hit.lease for hit in hits)))
+
+    def let_go(self):
+        """Release every lease."""
+        self.call(lambda i: Heartbeat(i, (), (), i))
 
     def commit(self, reservation, seals, *, shard=0, copy_s=0.001):
         return self.workers[shard].call(
             lambda i: Commit(i, reservation, shard, seals, copy_s), timeout_s=WAIT_S
         )
 
-    def store(self, *numbers):
+    def store(self, *numbers, tenant=""):
         """Store chunks; the bytes are whatever lies in the slots."""
-        reserved = self.reserve(*numbers)
+        reserved = self.reserve(*numbers, tenant=tenant)
         seals = bytes(8) * reserved.states.count(1)
         outcomes = [
             self.commit(reserved.reservation, seals, shard=shard).outcome

@@ -13,6 +13,7 @@ from kvcellar import __version__
 from kvcellar.errors import TimeoutExpiredError
 from kvcellar.protocol.messages import Cleared, StatusReply
 from kvcellar.server.facts import PARTS
+from kvcellar.server.http.admission import Admission
 from kvcellar.server.http.pages import make_app
 from kvcellar.telemetry.metrics import FAMILIES
 
@@ -143,7 +144,7 @@ class Line:
 
 def app(answer, client=("127.0.0.1", 1)):
     return TestClient(
-        make_app(Line(answer)),
+        make_app(Line(answer), Admission()),
         base_url="http://localhost",
         client=client,
         raise_server_exceptions=True,

@@ -1,0 +1,245 @@
+"""Quotas on a real server, over HTTP and the commands, with engines that store and look up."""
+
+import json
+import random
+from urllib.parse import quote
+
+import httpx
+import pytest
+from tests.server.running import SHARD_BYTES, WAIT_S, RunningServer, eventually
+
+from kvcellar.cli.main import main as kvcellar
+from kvcellar.compat.lmcache_cli import main as lmcache
+from kvcellar.tenancy.names import label_of
+
+GB = 1 << 30
+FLAGS = ("--eviction-policy", "IsolatedLRU", "--l1-size-gb", str(256 * SHARD_BYTES / GB))
+LIMIT_GB = 64 * SHARD_BYTES / GB
+CHUNKS = 256
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RunningServer(*FLAGS) as running:
+        yield running
+        assert "Traceback" not in running.log()
+        assert "internal error" not in running.log()
+
+
+@pytest.fixture
+def web(server):
+    with httpx.Client(base_url=server.http, timeout=WAIT_S) as client:
+        yield client
+        for salt in client.get("/quota").json()["users"]:
+            client.delete(path_of(salt))
+
+
+def path_of(salt):
+    return f"/quota/{quote(salt, safe='')}"
+
+
+def used(web, salt):
+    return round(web.get(path_of(salt)).json()["current_usage_gb"] * GB / SHARD_BYTES)
+
+
+def test_the_shapes_are_lmcaches(web):
+    put = web.put("/quota/alice", json={"limit_gb": 2.5})
+    assert put.json() == {"cache_salt": "alice", "limit_gb": 2.5, "status": "ok"}
+    alice = {"limit_gb": 2.5, "current_usage_gb": 0.0}
+    assert web.get("/quota/alice").json() == {"cache_salt": "alice", **alice, "exists": True}
+    assert web.get("/quota/bob").json() == {
+        "cache_salt": "bob", "limit_gb": 0.0, "current_usage_gb": 0.0, "exists": False,
+    }  # fmt: skip
+    web.put("/quota/_default", json={"limit_gb": 0})
+    users = {"alice": alice, "_default": {"limit_gb": 0.0, "current_usage_gb": 0.0}}
+    assert web.get("/quota").json() == {"users": users}
+    assert web.delete("/quota/alice").json() == {"cache_salt": "alice", "status": "removed"}
+    assert web.delete("/quota/alice").json() == {"cache_salt": "alice", "status": "not_found"}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"limit_gb": -1}', "limit_gb: -1"),
+        ('{"limit_gb": -1e-9}', "limit_gb: -1e-09"),
+        ('{"limit_gb": NaN}', "body"),
+        ('{"limit_gb": Infinity}', "body"),
+        ('{"limit_gb": 1e999}', "body"),
+        ('{"limit_gb": 1e300}', "limit_gb: 1e+300"),
+        ('{"limit_gb": "5"}', "$.limit_gb"),
+        ('{"limit_gb": null}', "$.limit_gb"),
+        ('{"limit_gb": true}', "$.limit_gb"),
+        ('{"limit_gb": [1]}', "$.limit_gb"),
+        ("{}", "limit_gb"),
+        ("", "body"),
+        ("7", "object"),
+        ('{"limit_gb": 1', "body"),
+        ('{"limit_bg": 1}', "limit_bg"),
+        ('{"limit_gb": 1, "disk_limit_gb": -2}', "disk_limit_gb: -2"),
+        ("\xff", "body"),
+    ],
+)
+def test_a_bad_value_is_400_and_says_which(web, content, named):
+    answer = web.put("/quota/alice", content=content.encode("latin-1"))
+    assert answer.status_code == 400
+    assert named in answer.json()["detail"]
+    assert web.get("/quota").json() == {"users": {}}
+
+
+@pytest.mark.parametrize("salt", ["a/b", "a b", "ü", "%", "-x", "x" * 300, "a?b#c"])
+def test_any_salt_can_be_written_in_a_path(server, web, salt):
+    path = path_of(salt)
+    assert web.put(path, json={"limit_gb": LIMIT_GB}).json()["cache_salt"] == salt
+    with server.engine("any") as engine:
+        engine.store(*range(1, 4), tenant=salt)
+        page = web.get(path).json()
+        assert round(page["current_usage_gb"] * GB) == 3 * SHARD_BYTES
+        assert page["exists"] is True
+
+
+def test_a_path_without_a_salt_and_a_method_that_is_not_there(web):
+    assert web.put("/quota/", json={"limit_gb": 1}).status_code == 400
+    assert web.post("/quota/a", json={"limit_gb": 1}).status_code == 405
+
+
+def test_two_tenants_with_quotas_keep_them_under_load(server, web):
+    """One stays within its quota and keeps all it has, while the other stores without end."""
+    web.put("/quota/small", json={"limit_gb": LIMIT_GB})
+    web.put("/quota/large", json={"limit_gb": 2 * LIMIT_GB})
+    rng, held = random.Random(7), []
+    with server.engine("load") as engine:
+        engine.store(*range(1, 61), tenant="small")
+        for round_ in range(100):
+            start = 1000 + 10 * round_
+            engine.store(*range(start, start + 10), tenant="large")
+            engine.store(*range(start + 5000, start + 5005), tenant=f"guest{round_ % 5}")
+            hit = engine.lookup(*range(start, start + 10))
+            assert hit.count == 10
+            assert used(web, "large") <= 128
+            held.append(hit)
+            if len(held) > 5:
+                engine.release(held.pop(rng.randrange(6)))
+        assert used(web, "small") == 60
+        assert engine.lookup(*range(1, 61)).count == 60
+        engine.let_go()
+    metrics = server.status_metrics()
+    assert metrics["kvcellar_quota_evicted_chunks_total"] > 0
+    assert metrics["kvcellar_tenant_quota_bytes"][label_of("large")] == 128 * SHARD_BYTES
+    assert "small" not in str(metrics)
+
+
+def test_a_store_keeps_the_leading_chunks_that_a_quota_has_room_for(server, web):
+    web.put("/quota/tight", json={"limit_gb": 3 * SHARD_BYTES / GB})
+    with server.engine("tight") as engine:
+        assert list(engine.reserve(*range(1, 7), tenant="tight").states) == [1, 1, 1, 3, 3, 3]
+    assert server.status_metrics()["kvcellar_quota_refusals_total"] >= 1
+
+
+def test_a_quota_that_is_lowered_takes_effect_at_once_and_nobody_else_pays(server, web):
+    with server.engine("lowered") as engine:
+        engine.store(*range(1, 201), tenant="fat")
+        engine.store(*range(300, 320), tenant="thin")
+        web.put("/quota/fat", json={"limit_gb": 16 * SHARD_BYTES / GB})
+        eventually(lambda: used(web, "fat") == 16)
+        assert engine.lookup(*range(1, 201)).count == 16
+        assert used(web, "thin") == 20
+        web.put("/quota/fat", json={"limit_gb": 0})
+        assert used(web, "fat") == 16
+        engine.let_go()
+        assert list(engine.reserve(500, tenant="fat").states) == [3]
+        eventually(lambda: used(web, "fat") <= 16)
+
+
+def test_a_thousand_tenants_share_and_pages_stay_small(server, web):
+    with server.engine("many") as engine:
+        for number in range(1000):
+            engine.store(10_000 + number, tenant=f"salt{number}")
+        page = web.get("/status").json()["kvcellar"]
+        assert page["tenants"] == CHUNKS
+        assert len(page["largest"]) == 50
+        assert page["others_used_bytes"] == (CHUNKS - 50) * SHARD_BYTES
+        text = web.get("/metrics").text
+        assert text.count("kvcellar_tenant_used_bytes{") == 51
+        assert 'kvcellar_tenant_used_bytes{tenant="_others"}' in text
+        assert "salt9" not in text
+        # All hold one chunk, so the one that was used least recently gave way each time.
+        assert engine.lookup(10_999).count == 1
+        assert engine.lookup(10_000).count == 0
+
+
+def test_who_has_no_quota_is_not_wiped_for_it(server, web):
+    for name in ("a", "b"):
+        web.put(f"/quota/{name}", json={"limit_gb": 1.0})
+    with server.engine("none") as engine:
+        engine.store(*range(1, 21), tenant="none")
+        for start in range(1000, 3000, 20):
+            engine.store(*range(start, start + 20), tenant="ab"[start // 20 % 2])
+            engine.release(engine.lookup(1))
+        assert used(web, "none") >= 20
+        engine.store(*range(5000, 5200), tenant="none")
+        assert used(web, "none") >= CHUNKS // 10 - 1
+
+
+def test_the_commands_set_show_list_and_remove(server, web, capsys):
+    def run(*words, code=0, command=kvcellar):
+        capsys.readouterr()
+        assert command(words) == code
+        return capsys.readouterr()
+
+    at = ("--port", str(server.port))
+    assert "2.50 GiB in memory" in run("quota", "set", "bob", "--limit-gb", "2.5", *at).out
+    page = json.loads(run("quota", "get", "bob", *at, "--json").out)
+    assert page["limit_bytes"] == 2.5 * GB
+    assert page["label"] == label_of("bob")
+    assert run("quota", "list", *at).out.startswith("bob (")
+    assert run("quota", "delete", "bob", *at).out == "bob: quota removed\n"
+    assert run("quota", "delete", "bob", *at).out == "bob had no quota\n"
+    assert "no tenant has a quota" in run("quota", "list", *at).out
+    for words, said in (
+        (["set", "bob"], "--limit-gb is missing"),
+        (["set", "bob", "--limit-gb", "nan"], "--limit-gb nan"),
+        (["set", "bob", "--limit-gb", "-1"], "--limit-gb"),
+        (["set"], "of which salt?"),
+        (["sit"], "'sit' cannot be done"),
+        ([], "cannot be done"),
+    ):
+        assert said in run("quota", *words, code=2).err
+    url = ("--url", server.http)
+    shown = run("quota", "set", "a/b", "--limit-gb", "3", *url, command=lmcache).out
+    assert json.loads(shown) == {"cache_salt": "a/b", "limit_gb": 3.0, "status": "ok"}
+    assert json.loads(run("quota", "get", "a/b", *url, command=lmcache).out)["exists"] is True
+    assert "a/b" in json.loads(run("quota", "list", *url, command=lmcache).out)["users"]
+    gone = json.loads(run("quota", "delete", "a/b", *url, command=lmcache).out)
+    assert gone["status"] == "removed"
+    said = run("quota", "set", "x", "--limit-gb", "-1", *url, code=1, command=lmcache).err
+    assert "answered 400" in said
+    assert "--limit-gb is missing" in run("quota", "set", "x", *url, code=2, command=lmcache).err
+
+
+def test_a_server_that_keeps_no_quotas_says_so():
+    with RunningServer() as server, httpx.Client(base_url=server.http, timeout=WAIT_S) as web:
+        answer = web.put("/quota/a", json={"limit_gb": 1})
+        assert answer.status_code == 400
+        assert "--eviction-policy IsolatedLRU" in answer.json()["detail"]
+        assert web.delete("/quota/a").json()["status"] == "not_found"
+        with server.engine("counted") as engine:
+            engine.store(1, 2, tenant="a")
+            assert used(web, "a") == 2
+
+
+def test_the_commands_carry_the_token_and_it_is_seen_nowhere(tmp_path, capsys):
+    path = tmp_path / "token"
+    path.write_text("a-secret-that-nobody-sees")
+    with RunningServer(*FLAGS, "--admin-token-file", str(path)) as server:
+        url, token = ("--url", server.http), ("--admin-token-file", str(path))
+        assert lmcache(["quota", "set", "a", "--limit-gb", "1", *url]) == 1
+        assert "answered 401" in capsys.readouterr().err
+        assert lmcache(["quota", "set", "a", "--limit-gb", "1", *url, *token]) == 0
+        assert lmcache(["kvcache", "clear", *url, *token]) == 0
+        assert kvcellar(["quota", "list", "--port", str(server.port)]) == 0
+        with httpx.Client(base_url=server.http, timeout=WAIT_S) as web:
+            assert web.post("/cache/clear").status_code == 401
+            pages = web.get("/status").text + web.get("/metrics").text
+        shown = capsys.readouterr()
+        for text in (pages, server.log(), shown.out, shown.err):
+            assert "nobody-sees" not in text
