@@ -141,7 +141,7 @@ def test_a_role_may_not_do_anothers_work(server, role, message):
     [
         (Lookup(0, key(1)), "bind"),
         (Reserve(0, key(1), b""), "bind"),
-        (Bind(0, namespace(), 16, (4096,) * 2), "2 shards"),
+        (Bind(0, namespace(), 16, (4096,) * 2), "2 ranks"),
     ],
 )
 def test_what_comes_too_early_is_answered_and_ends_nothing(server, message, said):
@@ -168,6 +168,7 @@ def test_a_store_without_all_ranks_is_answered_with_the_missing_one(server):
         (Bind(0, b"x", 16, (4096,)), MalformedError),
         (Bind(0, namespace(), 0, (4096,)), MalformedError),
         (Bind(0, namespace(9), 16, (0,)), MalformedError),
+        (Bind(0, namespace(9), 16, (4096,), held=(1,)), MalformedError),
         (Locate(0, 1), MalformedError),
     ],
 )

@@ -46,11 +46,20 @@ def test_an_instance_is_complete_when_every_seat_is_taken():
     instance = scheduler.instance
     assert instance.layouts() == ()
     with pytest.raises(NotRegisteredError, match="rank 0 of instance 'engine'"):
-        instance.writers()
+        instance.writers(0)
     second, lost = join(roster, hello(Role.WORKER, rank=0))
     assert lost == []
     assert instance.layouts() == (layout(0), layout(1))
-    assert instance.writers() == (second.owner, first.owner)
+    assert instance.writers(0) == (second.owner, first.owner)
+
+
+def test_ranks_that_hold_the_same_shard_write_it_by_turns():
+    roster = Roster()
+    _, *workers = generation(roster, pid=1)
+    instance = roster.instances["engine"]
+    instance.holders = [[0, 1]]
+    written = [instance.writers(turn) for turn in range(3)]
+    assert written == [(workers[turn % 2].owner,) for turn in range(3)]
 
 
 def test_owners_are_never_reused():
@@ -86,7 +95,7 @@ def test_another_world_size_is_another_generation():
     old = generation(roster, pid=1)
     new, lost = join(roster, hello(Role.WORKER, world_size=1, pid=2))
     assert lost == old
-    assert roster.instances["engine"].writers() == (new.owner,)
+    assert roster.instances["engine"].writers(0) == (new.owner,)
 
 
 def test_who_lost_its_seat_stays_out():

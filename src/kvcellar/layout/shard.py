@@ -65,6 +65,8 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
         format: everything else that the bytes depend on, as text: dtype, page shape and strides,
             attention backend, vLLM's layout generation, instruction set on a CPU.
         vectors: of every page, where all are alike and known; None where only the raw form works.
+        shared_as: the shard of a chunk that this rank holds as other ranks do, byte for byte (MLA
+            keeps one latent for all heads); None for a shard of its own, numbered as the rank.
     """
 
     rank: int
@@ -72,6 +74,11 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
     regions: tuple[PageRegion, ...]
     format: str
     vectors: Vectors | None = None
+    shared_as: int | None = None
+
+    def shard(self) -> int:
+        """Return which shard of a chunk this rank holds."""
+        return self.rank if self.shared_as is None else self.shared_as
 
     def block_bytes(self) -> int:
         """Return the bytes of one block over all regions."""
@@ -101,5 +108,9 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
         return pages * vectors.count * (vectors.elements + _SCALE_BYTES) + exact
 
     def fingerprint(self) -> bytes:
-        """Return 32 bytes that are the same exactly for equal layouts, everywhere and always."""
-        return blake3(b"kvcellar-layout-1\x00" + msgspec.msgpack.encode(self)).digest()
+        """Return 32 bytes that are the same exactly for equal layouts, everywhere and always.
+
+        Who else holds the same bytes does not change what they mean, and is not in it.
+        """
+        fields = (self.rank, self.block_tokens, self.regions, self.format, self.vectors)
+        return blake3(b"kvcellar-layout-1\x00" + msgspec.msgpack.encode(fields)).digest()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 def test_jobs_come_through_a_pickle_as_they_were():
     load = LoadJob(1, "r", b"b" * 16, b"k" * 64, b"r" * 64, 2, [4, 5, 6], 1)
-    store = StoreJob(2, "r", b"b" * 16, 9, b"k" * 32, b"o" * 16, 2, [7, 8])
+    store = StoreJob(2, "r", b"b" * 16, 9, b"k" * 32, b"o" * 16, (0, 1), [7, 8])
     sent = ConnectorMetadata(loads=[load], stores=[store], chunk_tokens=32)
     assert pickle.loads(pickle.dumps(sent)) == sent
     assert (load.chunk_count, load.blocks_per_chunk) == (2, 2)

@@ -17,7 +17,7 @@ TOKENS = list(range(100, 140))
 
 
 def bound(*, name=b"n" * 32):
-    return Bound(None, name, CHUNK_TOKENS, blocks_per_chunk=2, shard_count=1)
+    return Bound(None, name, CHUNK_TOKENS, blocks_per_chunk=2, holders=((0,),))
 
 
 HERE = bound()

@@ -68,6 +68,17 @@ class TestHits:
         one.settle()
         assert other.ask(text)[1] == 192
 
+    def test_one_copy_serves_all_ranks_that_hold_the_same(self, engine, prompt, cellar):
+        one, texts = engine(ranks=2, is_shared=True), [prompt(200) for _ in range(4)]
+        before = cellar.status()["storage_manager"]["l1_manager"]["total_object_count"]
+        for text in texts:
+            one.ask(text)
+        one.settle()
+        stored = cellar.status()["storage_manager"]["l1_manager"]["total_object_count"]
+        assert stored - before == 4 * 6
+        one.reset()
+        assert [one.ask(text)[1] for text in texts] == [192] * 4
+
     def test_only_what_vllm_lacks_is_loaded(self, engine, prompt):
         """vLLM holds five blocks, so the load begins inside of the third chunk."""
         one, text = engine(), prompt(200)

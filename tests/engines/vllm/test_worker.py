@@ -4,7 +4,9 @@ import time
 
 import pytest
 from tests.engines.vllm.worker_rig import (
+    LATENT,
     SHARD_BYTES,
+    SPEC,
     WAIT_S,
     Gate,
     Rig,
@@ -47,16 +49,25 @@ def closing():
 def start(server, closing, request):
     """Return a function that starts worker halves of an instance with this test's name."""
 
-    def begin(*, world_size=1, **options):
+    def begin(*, world_size=1, is_shared=False, **options):
         instance = f"{request.node.name} {len(closing)}"
         rigs = [
-            Rig(server.port, rank=rank, world_size=world_size, instance=instance, **options)
+            Rig(
+                server.port,
+                rank=rank,
+                world_size=world_size,
+                instance=instance,
+                spec=LATENT if is_shared else SPEC,
+                **options,
+            )
             for rank in range(world_size)
         ]
         closing.extend(rigs)
         for rig in rigs:
             rig.start()
-        scheduling = Scheduling(server.port, world_size=world_size, instance=instance)
+        scheduling = Scheduling(
+            server.port, world_size=world_size, instance=instance, is_shared=is_shared
+        )
         closing.append(scheduling)
         scheduling.connect()
         for rig in rigs:
@@ -155,6 +166,26 @@ def test_each_rank_copies_its_own_shard_and_the_last_commit_shows_the_chunks(sta
         assert rig.received() == ({"load"}, set())
         assert rig.blocks(range(11, 15)) == expected
     assert first.blocks([11]) != second.blocks([11])
+
+
+def test_what_all_ranks_hold_is_written_by_one_and_read_by_all(start, numbers):
+    scheduling, *rigs = start(world_size=2, is_shared=True)
+    for turn, writer in enumerate(rigs):
+        chunks, blocks = numbers[2 * turn : 2 * turn + 2], range(1, 5)
+        idle = rigs[1 - turn]
+        job = scheduling.store_job(chunks, blocks, turn=turn)
+        assert len(job.offsets) == 2 * 8, "one slot a chunk"
+        idle.step(stores=[job])
+        assert timeless(idle.result(job.job_id)) == done(0)
+        assert scheduling.lookup(*chunks).count == 0
+        writer.step(stores=[job])
+        assert timeless(writer.result(job.job_id)) == done(2 * SHARD_BYTES)
+        until(lambda chunks=chunks: scheduling.lookup(*chunks).count == 2)
+        load = scheduling.load_job(chunks, range(11, 15))
+        for rig in rigs:
+            rig.step(loads=[load])
+            assert rig.received() == ({"load"}, set())
+            assert rig.blocks(range(11, 15)) == writer.blocks(blocks)
 
 
 def flip_a_bit(arena, offsets):

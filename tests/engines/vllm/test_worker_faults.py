@@ -157,7 +157,7 @@ def test_without_a_server_registration_returns_at_once_and_jobs_end_at_once(clos
     assert time.monotonic() - started_s < 0.5
     rig.step(
         loads=[LoadJob(1, "r", bytes(16), bytes(32), bytes(16), 1, [3, 4], 0)],
-        stores=[StoreJob(2, "r", bytes(16), 1, bytes(32), bytes(8), 1, [1, 2])],
+        stores=[StoreJob(2, "r", bytes(16), 1, bytes(32), bytes(8), (0,), [1, 2])],
     )
     assert rig.worker.collect() == {"r"}
     assert rig.worker.load_errors() == {3, 4}

@@ -52,6 +52,7 @@ class ToyEngine:
         *,
         blocks=64,
         ranks=1,
+        is_shared=False,
         is_async=False,
         is_second_runner=False,
         step_tokens=64,
@@ -85,7 +86,9 @@ class ToyEngine:
         self.preemptions = 0
         instance = self.config.kv_transfer_config.engine_id
         self.workers = [
-            ToyWorker(port, instance, rank, ranks, blocks, BLOCK_TOKENS, delays or Delays())
+            ToyWorker(
+                port, instance, rank, ranks, blocks, BLOCK_TOKENS, delays or Delays(), is_shared
+            )
             for rank in range(ranks)
         ]
         self._received = collections.Counter()
@@ -264,7 +267,7 @@ class ToyEngine:
         assert stop <= len(row.tokens), (computed, count, len(row.tokens))
         blocks = np.array(row.blocks[: -(-stop // BLOCK_TOKENS)])
         for worker in self.workers:
-            truth = kv_of(row.tokens[:stop], rank=worker.rank)
+            truth = kv_of(row.tokens[:stop], rank=worker.shard)
             pages = worker.pages[blocks].reshape(-1)
             np.testing.assert_array_equal(pages[:computed], truth[:computed], "KV read is wrong")
             pages[computed:stop] = truth[computed:]
@@ -279,7 +282,7 @@ class ToyEngine:
         """Fill the blocks that a connector beside ours claimed."""
         for request_id, (blocks, tokens) in loads.items():
             for worker in self.workers:
-                kv = kv_of(tokens, rank=worker.rank)
+                kv = kv_of(tokens, rank=worker.shard)
                 worker.pages[blocks] = kv.reshape(-1, BLOCK_TOKENS)
                 worker.received.add(request_id)
 

@@ -36,6 +36,7 @@ class Day:
             port,
             blocks=self.blocks,
             ranks=self.pick(1, 1, 2),
+            is_shared=self.pick(True, False),
             is_async=self.pick(True, False),
             is_second_runner=self.pick(True, False),
             step_tokens=self.pick(20, 64, 128),

@@ -52,6 +52,7 @@ class ToyWorker:
     block_count: int
     block_tokens: int
     delays: Delays
+    is_shared: bool = False
     jobs: list = field(default_factory=list)
     received: set = field(default_factory=set)
     spoiled: set = field(default_factory=set)
@@ -61,7 +62,14 @@ class ToyWorker:
     def __post_init__(self):
         self.pages = np.full((self.block_count, self.block_tokens), -1, dtype=np.int64)
         page_bytes = self.pages[0].nbytes
-        layout = ShardLayout(self.rank, self.block_tokens, (PageRegion("toy", page_bytes),), "toy")
+        self.shard = 0 if self.is_shared else self.rank
+        layout = ShardLayout(
+            self.rank,
+            self.block_tokens,
+            (PageRegion("toy", page_bytes),),
+            "toy",
+            shared_as=0 if self.is_shared else None,
+        )
         self.link = Link(
             ClientOptions(port=self.port, heartbeat_s=0.2),
             Identity(
@@ -123,14 +131,14 @@ class ToyWorker:
         bad = [] if ok else list(job.block_ids)
         for index in range(job.chunk_count if ok else 0):
             chunk = targets[index * width : (index + 1) * width]
-            at = (index * job.shard_count + self.rank) * REF_BYTES
+            at = (index * job.shard_count + self.shard) * REF_BYTES
             offset = int.from_bytes(job.refs[at : at + 8], "little")
             size = width * self.pages[0].nbytes
             data = bytes(session.arena.view[offset : offset + size])
             key = job.keys[index * 32 : index * 32 + 32]
-            if seal_of(key, self.rank, data) != job.refs[at + 8 : at + 16]:
+            if seal_of(key, self.shard, data) != job.refs[at + 8 : at + 16]:
                 bad += [block for block in chunk if block is not None]
-                self._say(session, lambda id_, k=key, o=offset: Damaged(id_, k, self.rank, o))
+                self._say(session, lambda id_, k=key, o=offset: Damaged(id_, k, self.shard, o))
                 continue
             pages = np.frombuffer(data, dtype=np.int64).reshape(width, self.block_tokens)
             for block, page in zip(chunk, pages, strict=True):
@@ -143,24 +151,27 @@ class ToyWorker:
         self._end(job, ok=not bad, size_bytes=size_bytes)
 
     def _store(self, job):
+        if job.writers[self.shard] != self.rank:
+            self._end(job, ok=True, size_bytes=0)
+            return
         session = self._session(job.boot_id)
         ok = session is not None and not self.delays.store_fails()
         width = job.blocks_per_chunk
         seals = []
         for index in range(job.chunk_count if ok else 0):
             data = self.pages[job.block_ids[index * width : (index + 1) * width]].tobytes()
-            at = (index * job.shard_count + self.rank) * 8
+            at = (index * job.shard_count + self.shard) * 8
             offset = int.from_bytes(job.offsets[at : at + 8], "little")
             session.arena.view[offset : offset + len(data)] = data
             key = job.keys[index * 32 : index * 32 + 32]
-            seals.append(seal_of(key, self.rank, data))
+            seals.append(seal_of(key, self.shard, data))
         if ok:
             ok = self._say(
                 session,
-                lambda id_: Commit(id_, job.reservation, self.rank, b"".join(seals), 0.001),
+                lambda id_: Commit(id_, job.reservation, self.shard, b"".join(seals), 0.001),
             )
         elif session is not None:
-            self._say(session, lambda id_: Abort(id_, job.reservation, self.rank))
+            self._say(session, lambda id_: Abort(id_, job.reservation, self.shard))
         self._end(job, ok=ok, size_bytes=len(job.block_ids) * self.pages[0].nbytes)
 
     def _say(self, session, make):

@@ -8,7 +8,12 @@ import time
 from types import SimpleNamespace
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+)
 
 from kvcellar.client.handshake import open_session
 from kvcellar.client.options import ClientOptions, Identity
@@ -33,6 +38,10 @@ BLOCK_TOKENS = 4
 CHUNK_BLOCKS = 2
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")
 SPEC = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.float32)
+LATENT = MLAAttentionSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.float32
+)
+"""As large as `SPEC`, and the same on every rank."""
 SHARD_BYTES = SPEC.page_size_bytes * CHUNK_BLOCKS * len(LAYERS)
 
 
@@ -52,7 +61,9 @@ def until(condition, timeout_s=WAIT_S):
 class Rig:
     """One rank's worker half with `block_count` blocks of random KV, not yet started."""
 
-    def __init__(self, port, *, block_count=24, rank=0, world_size=1, instance="rig", **options):
+    def __init__(
+        self, port, *, block_count=24, rank=0, world_size=1, instance="rig", spec=SPEC, **options
+    ):
         layer = SimpleNamespace(
             get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN")
         )
@@ -66,10 +77,11 @@ class Rig:
         self.kv_cache_config = KVCacheConfig(
             num_blocks=block_count,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), SPEC)],
+            kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
         )
         # What the CPU platform registers: [blocks, heads, tokens, 2 * head size], one storage.
-        storage = torch.randn(len(LAYERS), block_count, 2, BLOCK_TOKENS, 32)
+        shape = (2, BLOCK_TOKENS, 32) if spec is SPEC else (BLOCK_TOKENS, spec.head_size)
+        storage = torch.randn(len(LAYERS), block_count, *shape)
         self.tensors = dict(zip(LAYERS, storage.unbind(0), strict=True))
         self.worker = WorkerHalf(
             self.vllm_config,
@@ -167,9 +179,10 @@ class Gate:
 class Scheduling:
     """What a scheduler half would do: bind, reserve, look up, and make jobs of the answers."""
 
-    def __init__(self, port, *, world_size=1, instance="rig"):
+    def __init__(self, port, *, world_size=1, instance="rig", is_shared=False):
         self.port = port
         self.world_size = world_size
+        self.held = (0,) * world_size if is_shared else tuple(range(world_size))
         self.instance = instance
         self.job_ids = itertools.count(1)
         self.session = None
@@ -179,9 +192,9 @@ class Scheduling:
         self.close()
         self.session = until(self._open)
         until(self._is_ready)
-        sizes, tokens = (SHARD_BYTES,) * self.world_size, BLOCK_TOKENS * CHUNK_BLOCKS
-        namespace = bytes([self.world_size]) * 32
-        self.call(lambda i: Bind(i, namespace, tokens, sizes))
+        sizes, tokens = (SHARD_BYTES,) * len({*self.held}), BLOCK_TOKENS * CHUNK_BLOCKS
+        namespace = bytes([self.world_size, *self.held]).ljust(32)
+        self.call(lambda i: Bind(i, namespace, tokens, sizes, held=self.held))
         return self
 
     def _open(self):
@@ -204,12 +217,12 @@ class Scheduling:
     def call(self, make):
         return self.session.call(make, timeout_s=WAIT_S)
 
-    def reserve(self, *numbers):
-        return self.call(lambda i: Reserve(i, b"".join(map(key, numbers)), b""))
+    def reserve(self, *numbers, turn=0):
+        return self.call(lambda i: Reserve(i, b"".join(map(key, numbers)), b"", turn))
 
-    def store_job(self, numbers, block_ids):
+    def store_job(self, numbers, block_ids, *, turn=0):
         """Reserve chunks, all of which must be new, and make the job that fills them."""
-        reply = self.reserve(*numbers)
+        reply = self.reserve(*numbers, turn=turn)
         assert reply.states == bytes([ChunkState.RESERVED]) * len(numbers), reply
         return StoreJob(
             job_id=next(self.job_ids),
@@ -218,9 +231,15 @@ class Scheduling:
             reservation=reply.reservation,
             keys=b"".join(map(key, numbers)),
             offsets=reply.offsets,
-            shard_count=self.world_size,
+            writers=tuple(self.writers(turn)),
             block_ids=list(block_ids),
         )
+
+    def writers(self, turn):
+        """Yield the rank whose turn it is to write each shard."""
+        for shard in sorted({*self.held}):
+            holders = [rank for rank, held in enumerate(self.held) if held == shard]
+            yield holders[turn % len(holders)]
 
     def lookup(self, *numbers):
         return self.call(lambda i: Lookup(i, b"".join(map(key, numbers))))
@@ -235,7 +254,7 @@ class Scheduling:
             boot_id=self.session.boot_id,
             keys=b"".join(map(key, numbers)),
             refs=reply.refs,
-            shard_count=self.world_size,
+            shard_count=len({*self.held}),
             block_ids=list(block_ids),
             skip_blocks=skip,
         )

@@ -9,6 +9,8 @@ engine computes. Used by the scheduler half, which asks for it in every hook.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from kvcellar.client.link import Link
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock
@@ -50,14 +52,24 @@ class Bound:
         namespace: see `keys.digest.namespace_id`.
         chunk_tokens: tokens a chunk.
         blocks_per_chunk: blocks a chunk.
-        shard_count: shards a chunk, one a rank.
+        holders: the ranks that hold each shard of a chunk, lowest first; more than one where
+            ranks hold the same bytes.
     """
 
     session: Session
     namespace: NamespaceId
     chunk_tokens: int
     blocks_per_chunk: int
-    shard_count: int
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def shard_count(self) -> int:
+        """Return the shards of a chunk."""
+        return len(self.holders)
+
+    def writers(self, turn: int) -> tuple[int, ...]:
+        """Return the rank that writes each shard, when it is the turn of a reservation's number."""
+        return tuple(ranks[turn % len(ranks)] for ranks in self.holders)
 
 
 @dataclass(eq=False)
@@ -181,22 +193,25 @@ class Binder:
                 "divide into vectors of one token and head, of bfloat16 or float16, on an "
                 "accelerator; this engine's do not: start the server with --l1-codec raw"
             )
+        holders = _holders(layouts)
+        shards = [layouts[ranks[0]] for ranks in holders]
         chunk_tokens = -(-session.welcome.chunk_tokens // block_tokens) * block_tokens
         namespace = namespace_id(
             self._engine,
-            layouts=[layout.fingerprint() for layout in layouts],
+            layouts=[layout.fingerprint() for layout in shards],
             chunk_tokens=chunk_tokens,
             fidelity=fidelity,
             epoch=self._epoch,
         )
         shard_bytes = tuple(
-            layout.shard_bytes(chunk_tokens, fidelity=fidelity) for layout in layouts
+            layout.shard_bytes(chunk_tokens, fidelity=fidelity) for layout in shards
         )
+        held = tuple(layout.shard() for layout in layouts)
         attempt.bound = Bound(
-            session, namespace, chunk_tokens, chunk_tokens // block_tokens, len(layouts)
+            session, namespace, chunk_tokens, chunk_tokens // block_tokens, holders
         )
         parts = namespace_fields(
-            layouts=[layout.fingerprint() for layout in layouts],
+            layouts=[layout.fingerprint() for layout in shards],
             chunk_tokens=chunk_tokens,
             fidelity=fidelity,
             epoch=self._epoch,
@@ -204,7 +219,7 @@ class Binder:
         fields = {**self._fields, **field_digests(parts)}
         attempt.question = self._exchange.ask(
             session,
-            lambda id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes, fields),
+            lambda id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes, fields, held),
             timeout_s=BIND_TIMEOUT_S,
         )
 
@@ -225,3 +240,24 @@ class Binder:
                 wished_tokens=wished,
                 blocks_per_chunk=bound.blocks_per_chunk,
             )
+
+
+def _holders(layouts: tuple[ShardLayout, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that hold each shard.
+
+    Raises:
+        MismatchError: ranks that should hold the same bytes lay them out otherwise.
+    """
+    count = 1 + max(layout.shard() for layout in layouts)
+    holders = tuple(
+        tuple(layout.rank for layout in layouts if layout.shard() == shard)
+        for shard in range(count)
+    )
+    for ranks in holders:
+        first, *others = (msgspec.structs.replace(layouts[rank], rank=0) for rank in ranks)
+        if any(other != first for other in others):
+            raise MismatchError(
+                f"ranks {ranks} should hold the same KV and lay it out differently: they must run "
+                "the same software on the same kind of device"
+            )
+    return holders

@@ -65,14 +65,22 @@ class Copying:
     """Runs one rank's jobs; `load` and `store` only queue."""
 
     def __init__(
-        self, link: Link, copier: Copier, *, shard: int, delay_s: float, clock: Clock
+        self,
+        link: Link,
+        copier: Copier,
+        *,
+        rank: int,
+        shard: int,
+        delay_s: float,
+        clock: Clock,
     ) -> None:
         """Start the threads.
 
         Args:
             link: to the server; its sessions are to be handed to `meet`.
             copier: for the engine's pages.
-            shard: this rank.
+            rank: this worker's.
+            shard: of a chunk, that this rank holds.
             delay_s: how long every copy waits before it begins, for tests.
             clock: for deadlines and for how long copies took.
         """
@@ -80,6 +88,7 @@ class Copying:
         self._link = link
         self._copier = copier
         self._copies = ShardCopies(copier, shard=shard, clock=clock)
+        self._rank = rank
         self._shard = shard
         self._delay_s = delay_s
         self._shelf = ArenaShelf(clock, before_close=copier.disown)
@@ -116,6 +125,10 @@ class Copying:
 
     def store(self, job: StoreJob) -> None:
         """Queue a store behind what the step has launched, or drop it where it cannot be done."""
+        if job.writers[self._shard] != self._rank:
+            # Another rank holds the same bytes and it is its turn.
+            self.outcomes.add_store(job.job_id, JobResult(ranks_done=1))
+            return
         hold = self._take(job)
         if hold is not None:
             if self._store_lane.offer(_Store(job, hold, self._copier.mark())):

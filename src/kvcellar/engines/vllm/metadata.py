@@ -32,7 +32,7 @@ class LoadJob:
         boot_id: the life of the server whose arena `refs` point into.
         keys: `KEY_BYTES` a chunk, in prefix order.
         refs: `REF_BYTES` for each shard of each chunk, chunk after chunk, as the server sent them.
-        shard_count: shards a chunk (ranks of the instance).
+        shard_count: shards a chunk.
         block_ids: the blocks to fill, in token order: those of all chunks, except the first
             `skip_blocks` blocks of the first chunk.
         skip_blocks: leading blocks of the first chunk that the engine holds already and that
@@ -75,7 +75,7 @@ class StoreJob:
         reservation: its handle, for `Commit` and `Abort`.
         keys: `KEY_BYTES` for each reserved chunk.
         offsets: `OFFSET_BYTES` for each shard of each reserved chunk, chunk after chunk.
-        shard_count: shards a chunk (ranks of the instance).
+        writers: the rank that writes each shard of a chunk; the others have nothing to do.
         block_ids: blocks of the reserved chunks, the same number for each, in token order.
         fidelity: the form in which to store them.
     """
@@ -86,9 +86,14 @@ class StoreJob:
     reservation: int
     keys: bytes
     offsets: bytes
-    shard_count: int
+    writers: tuple[int, ...]
     block_ids: list[int]
     fidelity: str = EXACT
+
+    @property
+    def shard_count(self) -> int:
+        """Return the shards of a chunk."""
+        return len(self.writers)
 
     @property
     def chunk_count(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import vllm
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheTensor, MLAAttentionSpec
 
 from kvcellar.engines.pages import PageRun, Storage, merge_adjacent
 from kvcellar.engines.vllm.versions import group_flags, optional
@@ -130,6 +130,7 @@ def shard_layout(
         if len(text) <= _FORMAT_MAX
         else "\n".join([*lines[:5], f"pages {_digest(lines[5:])}"]),
         vectors=_only_vectors(group, kv_caches, runs),
+        shared_as=_shared_as(group),
     )
 
 
@@ -148,6 +149,16 @@ def _layer_specs(group: Any) -> Mapping[str, Any]:
     """Return each layer's own specification; layers of one group may have pages of other sizes."""
     each = optional(group.kv_cache_spec, "kv_cache_specs") or {}
     return {name: each.get(name, group.kv_cache_spec) for name in group.layer_names}
+
+
+def _shared_as(group: Any) -> int | None:
+    """Return the shard that all ranks hold alike; None where each has heads of its own.
+
+    What MLA keeps of a token is one latent for all heads, computed alike by every rank of tensor
+    parallelism (the only kind, besides data parallelism, that `support` lets through).
+    """
+    is_latent = all(type(spec) is MLAAttentionSpec for spec in _layer_specs(group).values())
+    return 0 if is_latent else None
 
 
 def _layout_generation(kv_cache_config: Any) -> str:

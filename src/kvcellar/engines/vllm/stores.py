@@ -7,6 +7,7 @@ reported. What the server does not want is let go at once. Used by the scheduler
 engine's thread.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -65,6 +66,7 @@ class _Offer:
     blocks: list[list[int]]
     parent: bytes
     deadline_s: float
+    turn: int = 0
     question: Question | None = None
 
 
@@ -103,6 +105,7 @@ class Stores:
         self._pins = pins
         self._new_job_id = new_job_id
         self._clock = clock
+        self._turns = itertools.count()
         self._offers: list[_Offer] = []
         self._running: dict[int, _Store] = {}
         self._active_s = 0.0
@@ -209,9 +212,10 @@ class Stores:
     def _send(self, offer: _Offer) -> None:
         """Send an offer; where that cannot be done now, the next step tries again."""
         keys, parent, tenant = b"".join(offer.keys), offer.parent, offer.state.tenant
+        offer.turn = turn = next(self._turns)
         offer.question = self._exchange.ask(
             offer.bound.session,
-            lambda id_: Reserve(id_, keys, parent, tenant=tenant),
+            lambda id_: Reserve(id_, keys, parent, turn, tenant=tenant),
             timeout_s=RESERVE_TIMEOUT_S,
         )
 
@@ -239,7 +243,7 @@ class Stores:
             reservation=reply.reservation,
             keys=b"".join(taken.keys),
             offsets=reply.offsets,
-            shard_count=offer.bound.shard_count,
+            writers=offer.bound.writers(offer.turn),
             block_ids=taken.block_ids,
             fidelity=offer.bound.session.welcome.fidelity,
         )

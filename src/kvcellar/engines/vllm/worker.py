@@ -83,7 +83,8 @@ class WorkerHalf:
         self._copying = Copying(
             link,
             open_copier(runs, vectors=layout.vectors, block_tokens=layout.block_tokens),
-            shard=layout.rank,
+            rank=layout.rank,
+            shard=layout.shard(),
             delay_s=self._options.copy_delay_s,
             clock=self._clock,
         )
