@@ -60,8 +60,18 @@ class Bed:
         self._owners += 1
         return OwnerId(self._owners)
 
-    def instance(self, *shard_pages, space=SPACE):
-        return Instance(self, shard_pages or (1,), space)
+    def instance(self, *shard_pages, space=SPACE, tenant=""):
+        return Instance(self, shard_pages or (1,), space, tenant)
+
+    def limit(self, tenant, pages):
+        """Give a tenant a quota, as far as the store goes."""
+        self.store.catalog.shares.set_limit(tenant, None if pages is None else pages * PAGE)
+        while self.store.shrink(tenant):
+            self.check()
+        self.check()
+
+    def pages_of(self, tenant):
+        return self.store.catalog.shares.tenant(tenant).used_bytes // PAGE
 
     def check(self):
         invariants.check(self.store)
@@ -85,8 +95,9 @@ class Bed:
 class Instance:
     """A scheduler half and a worker half for each rank."""
 
-    def __init__(self, bed, shard_pages, space):
+    def __init__(self, bed, shard_pages, space, tenant=""):
         self.bed = bed
+        self.tenant = tenant
         self.store = bed.store
         self.space = space
         self.store.bind(space, tuple(pages * PAGE for pages in shard_pages))
@@ -104,6 +115,7 @@ class Instance:
             writers=self.workers,
             now_s=now_s,
             request=self.requests,
+            tenant=self.tenant,
         )
         self.bed.check()
         return reserved

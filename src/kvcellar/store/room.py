@@ -53,12 +53,23 @@ class Room:
             entry: the chunk, linked below its parent already, so that the parent is no leaf.
             pending: the reservation in the making, whose slots are not in the books yet.
         """
-        space, tenant = entry.namespace, pending.tenant
-        if self._catalog.shares.over_bytes(tenant, space.chunk_bytes):
-            self.shrink(tenant, space.chunk_bytes)
-            if self._catalog.shares.over_bytes(tenant, space.chunk_bytes):
+        shares, tenant = self._catalog.shares, pending.tenant
+        chunk_bytes = entry.namespace.chunk_bytes
+        if shares.over_bytes(tenant, chunk_bytes):
+            self.shrink(tenant, chunk_bytes)
+            if shares.over_bytes(tenant, chunk_bytes):
                 self._counters.refused_quota += 1
                 return None
+        # Charged before anybody has to give way, so that of two with as much as they may have it
+        # is the one that wants more.
+        shares.charge(tenant, chunk_bytes)
+        offsets = self._take_slots(entry, pending)
+        if offsets is None:
+            shares.discharge(tenant, chunk_bytes)
+        return offsets
+
+    def _take_slots(self, entry: Entry, pending: Reservation) -> bytes | None:
+        space = entry.namespace
         taken: list[int] = []
         for size_bytes in space.shard_bytes:
             offset = self._allocator.allocate(size_bytes)
@@ -69,7 +80,6 @@ class Room:
                     self._allocator.free(freed, freed_bytes)
                 return None
             taken.append(offset)
-        self._catalog.shares.charge(tenant, space.chunk_bytes)
         return space.packer.pack(*taken)
 
     def shrink(self, tenant: Tenant, wanted_bytes: int = 0) -> None:
