@@ -1,0 +1,239 @@
+"""The gate: a hit is loaded only as far as loading brings the first token sooner than computing.
+
+Loading a short prompt, or over a busy link, can take longer than computing it again. The gate
+compares the two by what `speeds` has measured, and refuses a hit only if it is expected to lose
+clearly; who knows nothing takes the hit. What is refused teaches nothing, so a small part of the
+computed time is spent on trying again, and what was measured long ago counts no more. Pure but for
+the clock; used by `gatekeeping`. The reasons are in docs/decisions/0007.
+"""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvcellar.clock import Clock
+from kvcellar.engines.vllm.speeds import LoadSpeed, PrefillSpeed, work_of
+
+__all__ = ["Gate", "GateCounts", "Hit", "Outcome", "Verdict"]
+
+MARGIN = 0.05
+MARGIN_S = 0.001
+"""One way is clearly slower than another if by both: this part of it, and these seconds."""
+EXPLORED_SHARE = 0.02
+"""The part of the time of refused requests that may be lost by trying whether it is still so."""
+
+
+class Outcome(enum.Enum):
+    """What becomes of a hit."""
+
+    TAKEN = "taken"
+    """All of it is loaded."""
+    SHORTENED = "shortened"
+    """Its first chunks are loaded while others compute; the rest is computed sooner."""
+    EXPLORED = "explored"
+    """It is loaded to learn, although computing seems quicker."""
+    REFUSED = "refused"
+    """It is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a request could load.
+
+    Attributes:
+        prompt_tokens: tokens that must be there before the request's next token.
+        computed_tokens: leading ones that the engine has itself.
+        stop_chunk: leading chunks that the server has; the last of them ends behind
+            `computed_tokens`.
+        chunk_tokens: tokens a chunk.
+        waiting: requests that wait behind this one.
+    """
+
+    prompt_tokens: int
+    computed_tokens: int
+    stop_chunk: int
+    chunk_tokens: int
+    waiting: int = 0
+
+    @property
+    def first_chunk(self) -> int:
+        """Return the first chunk that the engine does not have in full."""
+        return self.computed_tokens // self.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to do with a hit.
+
+    Attributes:
+        outcome: in a word.
+        stop_chunk: load up to this chunk (exclusive); 0 for nothing.
+        expected_s: seconds to the first token this way; None without knowledge.
+        other_s: seconds that the best other way was expected to take; None without knowledge.
+    """
+
+    outcome: Outcome
+    stop_chunk: int
+    expected_s: float | None = None
+    other_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One length of the load.
+
+    Attributes:
+        stop_chunk: where it ends.
+        ttft_s: seconds to the first token.
+        cost_s: the same, and what others wait longer for it: those behind this request for the
+            engine, and about as many as are on the link already for the link.
+    """
+
+    stop_chunk: int
+    ttft_s: float
+    cost_s: float
+
+
+@dataclass
+class GateCounts:
+    """What the gate has decided since the start.
+
+    Attributes:
+        taken: see `Outcome`, as the next three.
+        shortened: …
+        explored: …
+        refused: …
+        regret_s: seconds by which ways took longer than the other one was expected to take.
+    """
+
+    taken: int = 0
+    shortened: int = 0
+    explored: int = 0
+    refused: int = 0
+    regret_s: float = 0.0
+
+
+class Gate:
+    """Decides; the speeds are fed by whoever sees steps and loads.
+
+    Attributes:
+        prefill: how fast prompts are computed.
+        link: how fast they are loaded.
+        counts: see `GateCounts`.
+    """
+
+    def __init__(self, *, step_tokens: int, clock: Clock) -> None:
+        """Know nothing, and so take every hit.
+
+        Args:
+            step_tokens: the most tokens that a step of the engine computes.
+            clock: see `Clock`.
+        """
+        self.prefill = PrefillSpeed(step_tokens=step_tokens, clock=clock)
+        self.link = LoadSpeed(clock)
+        self.counts = GateCounts()
+        self._clock = clock
+        self._allowance_s = 0.0
+        self._busy_until_s = 0.0
+
+    def note_queue(self, seconds: float) -> None:
+        """Note how long the engine will compute for those that it runs already."""
+        self._busy_until_s = self._clock.monotonic_s() + seconds
+
+    def weigh(self, hit: Hit) -> Verdict:
+        """Decide about a hit; may be asked any number of times before it is `settle`d."""
+        computed, full = self._way(hit, hit.first_chunk), self._way(hit, hit.stop_chunk)
+        if computed is None or full is None:
+            return Verdict(Outcome.TAKEN, hit.stop_chunk)
+        loaded = full
+        shorter = min(self._shorter(hit), key=lambda way: way.cost_s, default=full)
+        if _is_clearly_worse(full.cost_s, shorter.cost_s):
+            loaded = shorter
+        if _is_clearly_worse(loaded.cost_s, computed.cost_s):
+            loss_s = loaded.cost_s - computed.cost_s
+            if loss_s > self._allowance_s:
+                return Verdict(Outcome.REFUSED, 0, computed.ttft_s, loaded.ttft_s)
+            return Verdict(Outcome.EXPLORED, loaded.stop_chunk, loaded.ttft_s, computed.ttft_s)
+        if loaded is full:
+            return Verdict(Outcome.TAKEN, full.stop_chunk, full.ttft_s, computed.ttft_s)
+        other_s = min(full.ttft_s, computed.ttft_s)
+        return Verdict(Outcome.SHORTENED, loaded.stop_chunk, loaded.ttft_s, other_s)
+
+    def settle(self, verdict: Verdict) -> None:
+        """Count a verdict that the engine acts upon."""
+        counts = self.counts
+        if verdict.outcome is Outcome.TAKEN:
+            counts.taken += 1
+        elif verdict.outcome is Outcome.SHORTENED:
+            counts.shortened += 1
+        elif verdict.outcome is Outcome.EXPLORED:
+            counts.explored += 1
+            # All of it: else what a long time has saved is lost in a row.
+            self._allowance_s = 0.0
+        else:
+            counts.refused += 1
+            self._allowance_s += EXPLORED_SHARE * (verdict.expected_s or 0.0)
+
+    def judge(self, verdict: Verdict, seconds: float) -> None:
+        """Add to the regret what a verdict's way took longer than the other was expected to.
+
+        Args:
+            verdict: one that was settled.
+            seconds: from then until the prompt was there.
+        """
+        if verdict.other_s is not None:
+            self.counts.regret_s += max(0.0, seconds - verdict.other_s)
+
+    def queue_s(self) -> float:
+        """Return how long a request that comes now waits for those that run."""
+        return max(0.0, self._busy_until_s - self._clock.monotonic_s())
+
+    def _way(self, hit: Hit, stop_chunk: int) -> _Way | None:
+        """Return what loading the chunks up to one comes to, None without knowledge."""
+        start = max(hit.computed_tokens, stop_chunk * hit.chunk_tokens)
+        # Of a prompt that is there in full the last token is computed nevertheless.
+        start = min(start, hit.prompt_tokens - 1)
+        rest_s = self.prefill.predict_s(work_of(start, hit.prompt_tokens))
+        ready_s: float | None = 0.0
+        copy_s = 0.0
+        if stop_chunk > hit.first_chunk:
+            tokens = (stop_chunk - hit.first_chunk) * hit.chunk_tokens
+            ready_s, copy_s = self.link.predict_s(tokens), self.link.copy_s(tokens)
+        if rest_s is None or ready_s is None:
+            return None
+        ttft_s = max(ready_s, self.queue_s()) + rest_s
+        others_s = hit.waiting * rest_s + len(self.link) * copy_s
+        others_s += rest_s * self.link.ending_within(rest_s)
+        return _Way(stop_chunk, ttft_s, ttft_s + others_s)
+
+    def _shorter(self, hit: Hit) -> Iterator[_Way]:
+        """Yield the shorter loads that can be best.
+
+        The cost is concave in the length but at two places: where the load is over just as the
+        engine gets free, and where the rest just fits into a step. So one of their neighbours is
+        best, or the whole hit, or none of it; which spares looking at thousands of chunks.
+        """
+        one_step = -(-(hit.prompt_tokens - self.prefill.step_tokens) // hit.chunk_tokens)
+        for kink in (one_step, self._shadow(hit)):
+            for stop in (kink - 1, kink):
+                if hit.first_chunk < stop < hit.stop_chunk:
+                    way = self._way(hit, stop)
+                    if way is not None:
+                        yield way
+
+    def _shadow(self, hit: Hit) -> int:
+        """Return the first stop whose load ends after the engine gets free."""
+        low, high = hit.first_chunk + 1, hit.stop_chunk
+        queue_s = self.queue_s()
+        while low < high:
+            middle = (low + high) // 2
+            ready_s = self.link.predict_s((middle - hit.first_chunk) * hit.chunk_tokens)
+            if ready_s is not None and ready_s <= queue_s:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def _is_clearly_worse(cost_s: float, other_s: float) -> bool:
+    return cost_s > other_s + max(MARGIN_S, MARGIN * other_s)
