@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.store.world import PAGE, STEPS, WRITER_ALONE_S, Party, World, prefixes
 
+from kvcellar.store.policies import LRU, IsolatedLRU
+
 ONE, TWO = b"A" * 32, b"B" * 32
 PARTIES = st.integers(0, 2)
 # Few ways through the tree, so that clients meet each other on them.
@@ -22,12 +24,15 @@ LOSSES = st.sampled_from(["connection", "scheduler", "scheduler", "rank 0", "ran
 class Lives(RuleBasedStateMachine):
     """Each rule is something that one process does, or that happens to it."""
 
+    policy = LRU
+
     def __init__(self):
         super().__init__()
-        self.world = World()
+        self.world = World(self.policy())
         self.parties = [
-            Party(self.world, space, shard_pages)
-            for space, shard_pages in ((ONE, (2,)), (ONE, (2,)), (TWO, (3, 5)))
+            Party(self.world, ONE, (2,), "a"),
+            Party(self.world, ONE, (2,), "a"),
+            Party(self.world, TWO, (3, 5), "b"),
         ]
         self.world.add_step()
         self.late = []  # heartbeats that are made but have not arrived
@@ -246,8 +251,21 @@ class Lives(RuleBasedStateMachine):
         chunks = world.complete.values()
         assert counted.used_bytes == PAGE * sum(sum(sizes) for _, sizes in chunks)
         world.clear(None)
+        assert len(world.shares) == len(world.shares.limited())
         assert (world.bed.counted.used_bytes, world.store.catalog.entries) == (0, {})
+
+
+class LivesOfTenants(Lives):
+    """The same, while quotas come, change and go."""
+
+    policy = IsolatedLRU
+
+    @rule(number=PARTIES, pages=st.none() | st.integers(0, 24))
+    def a_quota_is_set(self, number, pages):
+        self.world.limit(self.parties[number], pages)
 
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=150, stateful_step_count=40)
+TestLivesOfTenants = LivesOfTenants.TestCase
+TestLivesOfTenants.settings = settings(max_examples=100, stateful_step_count=40)

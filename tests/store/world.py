@@ -57,9 +57,10 @@ class Writing:
 class Party:
     """An instance and what its scheduler half knows."""
 
-    def __init__(self, world, space, shard_pages):
+    def __init__(self, world, space, shard_pages, tenant):
         self.world = world
         self.space = space
+        self.tenant = tenant
         self.shard_pages = shard_pages
         world.store.bind(space, tuple(pages * PAGE for pages in shard_pages))
         self.workers = tuple(world.bed.owner() for _ in shard_pages)
@@ -87,8 +88,9 @@ class Party:
 class World:
     """The store under test, the model beside it, and the arena."""
 
-    def __init__(self):
-        self.bed = Bed(pages=STEP_PAGES)
+    def __init__(self, policy):
+        self.bed = Bed(pages=STEP_PAGES, policy=policy)
+        self.shares = policy.shares
         self.store = self.bed.store
         self.steps = 1
         self.now_s = 0.0
@@ -130,6 +132,7 @@ class World:
     def reserve(self, party, names, parent):
         party.requests += 1
         before = dict(self.complete)
+        used_bytes = self.shares.tenant(party.tenant).used_bytes
         reclaimed = self.bed.counted.steps_reclaimed
         reserved = self.store.reserve(
             party.scheduler,
@@ -139,15 +142,31 @@ class World:
             writers=party.workers,
             now_s=self.now_s,
             request=party.requests,
+            tenant=party.tenant,
         )
         states = dict(zip(names.split(), reserved.states, strict=True))
         own = [parent, *names.split()]
         self._see_evictions(own, states, leaves_only=reclaimed == self.bed.counted.steps_reclaimed)
         self._check_states(states, before)
         self._note_writing(party, reserved, states)
+        tenant = self.shares.tenant(party.tenant)
+        if tenant.limit_bytes is not None:
+            assert tenant.used_bytes <= max(tenant.limit_bytes, used_bytes), "over its quota"
         if FULL in states.values():
             self._check_full(party, own)
         party.replies[party.requests] = ("reservation", reserved.reservation)
+
+    def limit(self, party, pages):
+        """Give the party's tenant a quota; what is too much leaves, and is the tenant's own."""
+        before = set(self.complete)
+        self.shares.set_limit(party.tenant, None if pages is None else pages * PAGE)
+        while self.store.shrink(party.tenant):
+            pass
+        self._see_evictions([], {}, leaves_only=True)
+        gone = before - self.complete.keys()
+        assert {name[0] for name in gone} <= {party.space.decode()[0]}
+        tenant = self.shares.tenant(party.tenant)
+        assert not self.shares.over_bytes(tenant) or not self._leaves([], party.tenant)
 
     def write(self, handle, rank):
         """Let a rank's copy write all its shards; it may do so as long as it is out."""
@@ -290,16 +309,24 @@ class World:
 
     def _check_full(self, party, own):
         """Nothing may be refused while a leaf could go and a place would be large enough."""
-        leaves = [
-            entry
-            for entry in self.store.catalog.entries.values()
-            if entry.refs and not (entry.children or entry.leases)
-            and entry.key.rstrip(b".").decode() not in own
-        ]  # fmt: skip
+        tenant = self.shares.tenant(party.tenant)
+        if self.shares.over_bytes(tenant, sum(party.shard_pages) * PAGE):
+            assert not self._leaves(own, party.tenant), "refused although its own could leave"
+            return
+        leaves = self._leaves(own)
         # The first shard may be put in the middle of the place where the second would have gone.
         first, *others = party.shard_pages
         needed = first + 2 * sum(others)
         assert not leaves or max(self._gaps(own)) < needed, "refused although there was room"
+
+    def _leaves(self, own, tenant=None):
+        return [
+            entry
+            for entry in self.store.catalog.entries.values()
+            if entry.refs and not (entry.children or entry.leases)
+            and entry.key.rstrip(b".").decode() not in own
+            and tenant in (None, entry.tenant.name)
+        ]  # fmt: skip
 
     def _gaps(self, own):
         fixed = set()
