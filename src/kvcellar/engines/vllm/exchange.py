@@ -48,10 +48,16 @@ class Exchange:
         self._holdings = holdings
         self._clock = clock
         self._left_s = STEP_BUDGET_S
+        self._is_idle = False
 
-    def start_step(self) -> None:
-        """Give the next step its budget."""
+    def start_step(self, *, is_idle: bool) -> None:
+        """Give the next step its budget.
+
+        Args:
+            is_idle: the step before computed nothing, so that waiting delays nobody.
+        """
         self._left_s = STEP_BUDGET_S
+        self._is_idle = is_idle
 
     def ask(
         self, session: Session, make: Callable[[int], Request], *, timeout_s: float
@@ -83,12 +89,22 @@ class Exchange:
             TimeoutExpiredError: the deadline has passed; a late answer will be handed back.
             KVCellarError: the server refused, or the connection is gone.
         """
+        return self._receive(question, self._left_s)
+
+    def look(self, question: Question) -> Reply | None:
+        """Do as `collect`, but wait only where the engine has nothing else to do.
+
+        For replies that may take as long as many steps.
+        """
+        return self._receive(question, self._left_s if self._is_idle else 0.0)
+
+    def _receive(self, question: Question, timeout_s: float) -> Reply | None:
         session = question.session
         started_s = self._clock.monotonic_s()
         try:
             reply = session.collect(
                 question.request_id,
-                timeout_s=self._left_s,
+                timeout_s=timeout_s,
                 record=lambda reply: self._holdings.note(session, reply),
             )
         finally:

@@ -3,9 +3,11 @@
 vLLM asks in every step in which a request waits, and may ask again at any time after it got an
 answer (no memory for the request, preemption), so an answer is kept with its lease and checked
 before it is given again. No answer is 'ask me again' only until a deadline; then the request is
-computed. Used by the scheduler half.
+computed. Where the server fetches more from its tiers, the answer is the prefix that is there when
+the fetch is over or its own deadline has passed. Used by the scheduler half.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcellar.clock import Clock
@@ -16,7 +18,7 @@ from kvcellar.engines.vllm.notes import Notes, Outcome
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, TimeoutExpiredError
 from kvcellar.protocol.limits import KEYS_MAX
-from kvcellar.protocol.messages import Lookup, LookupReply
+from kvcellar.protocol.messages import AwaitFetch, Lookup, LookupReply, Reply
 
 __all__ = ["Answer", "Lookups"]
 
@@ -40,11 +42,25 @@ class Answer:
 
 @dataclass(eq=False)
 class _Inquiry:
+    """What is going on for one request.
+
+    Attributes:
+        state: the request.
+        since_s: since when it waits for an answer.
+        question: the lookup, while its answer is awaited.
+        answer: of the lookup, or of the fetch where that found more.
+        bound: where it was asked.
+        chunks: how many were asked for.
+        fetch: the wait for a fetch, while it goes on.
+    """
+
     state: RequestState
     since_s: float
     question: Question | None = None
     answer: Answer | None = None
     bound: Bound | None = None
+    chunks: int = 0
+    fetch: Question | None = None
 
 
 class Lookups:
@@ -57,6 +73,7 @@ class Lookups:
         *,
         adapters: Adapters,
         timeout_s: float,
+        fetch_timeout_s: float,
         clock: Clock,
     ) -> None:
         self._binder = binder
@@ -64,6 +81,7 @@ class Lookups:
         self._notes = Notes(exchange)
         self._adapters = adapters
         self._timeout_s = timeout_s
+        self._fetch_timeout_s = fetch_timeout_s
         self._clock = clock
         self._inquiries: dict[str, _Inquiry] = {}
         self.overdue_count = 0
@@ -74,14 +92,15 @@ class Lookups:
     def matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         """Return how many tokens beyond the computed ones can be loaded; None: not known yet.
 
-        Never waits beyond the step's budget, and is None for `timeout_s` at most. A positive
-        answer holds its lease until `take` or `drop`.
+        Never waits beyond the step's budget, and is None for `timeout_s` at most, or for
+        `fetch_timeout_s` more while the server fetches. A positive answer holds its lease until
+        `take` or `drop`.
 
         Args:
             state: the request.
             computed_tokens: tokens that vLLM has itself, whole blocks.
         """
-        answer = self._answer(state)
+        answer = self._answer(state, computed_tokens)
         if answer is None:
             return None if state.may_load and state.request_id in self._inquiries else 0
         loadable = answer.count * answer.bound.chunk_tokens - computed_tokens
@@ -100,7 +119,7 @@ class Lookups:
         """Send a request's lookup without waiting for the answer."""
         bound = self._binder.current()
         if bound is not None and state.request_id not in self._inquiries:
-            self._ask(self._open(state), bound)
+            self._ask(self._open(state), bound, computed_tokens=0)
 
     def take(self, state: RequestState) -> Answer:
         """Hand over the answer that was given last, with its lease."""
@@ -108,6 +127,13 @@ class Lookups:
         assert answer is not None, state.request_id
         assert answer.lease, state.request_id
         return answer
+
+    def note_refusal(self, state: RequestState) -> None:
+        """Note that what was found is computed nevertheless."""
+        inquiry = self._inquiries.get(state.request_id)
+        if inquiry is not None and inquiry.answer is not None:
+            answer = inquiry.answer
+            self._notes.tell(state, answer.bound, Outcome.GATE, found=answer.count)
 
     def drop(self, state: RequestState) -> None:
         """Forget a request's lookup, whatever it has come to."""
@@ -120,7 +146,7 @@ class Lookups:
         for inquiry in list(self._inquiries.values()):
             self.drop(inquiry.state)
 
-    def _answer(self, state: RequestState) -> Answer | None:
+    def _answer(self, state: RequestState, computed_tokens: int) -> Answer | None:
         """Return the answer if there is one that is good now, asking and collecting as needed."""
         bound = self._binder.current()
         inquiry = self._inquiries.get(state.request_id)
@@ -133,10 +159,14 @@ class Lookups:
             # Another session: the old one's leases ended with it. Other tokens: other chunks.
             self._void(inquiry)
         if inquiry.answer is not None:
-            return inquiry.answer
-        if inquiry.question is None and not self._ask(inquiry, bound):
+            if inquiry.fetch is not None:
+                self._await_fetch(inquiry, inquiry.fetch, computed_tokens)
+            return inquiry.answer if inquiry.fetch is None else None
+        if inquiry.question is None and not self._ask(
+            inquiry, bound, computed_tokens=computed_tokens
+        ):
             return None
-        return self._collect(inquiry)
+        return self._collect(inquiry, computed_tokens)
 
     def _await_namespace(self, state: RequestState, inquiry: _Inquiry | None) -> None:
         if not self._binder.is_settling():
@@ -152,7 +182,7 @@ class Lookups:
         self._inquiries[state.request_id] = inquiry
         return inquiry
 
-    def _ask(self, inquiry: _Inquiry, bound: Bound) -> bool:
+    def _ask(self, inquiry: _Inquiry, bound: Bound, *, computed_tokens: int) -> bool:
         """Send the lookup; False when there is nothing to ask or it cannot be sent now."""
         state = inquiry.state
         chain = state.keys(bound, self._adapters, token_count=state.request.num_tokens)
@@ -160,16 +190,21 @@ class Lookups:
             self._notes.tell(state, bound, Outcome.UNNAMED if chain is None else Outcome.SHORT)
             self.drop(state)
             return False
-        keys = chain.joined(0, min(chain.count, KEYS_MAX))
-        inquiry.bound, tenant = bound, state.tenant
+        inquiry.bound, inquiry.chunks = bound, min(chain.count, KEYS_MAX)
+        keys, tenant = chain.joined(0, inquiry.chunks), state.tenant
+        fetch = self._is_worth_fetching(inquiry, bound, computed_tokens)
         inquiry.question = self._exchange.ask(
-            bound.session, lambda id_: Lookup(id_, keys, tenant=tenant), timeout_s=self._timeout_s
+            bound.session, lambda id_: Lookup(id_, keys, fetch, tenant), timeout_s=self._timeout_s
         )
         if inquiry.question is None:
             self._give_up_if_overdue(inquiry)
         return inquiry.question is not None
 
-    def _collect(self, inquiry: _Inquiry) -> Answer | None:
+    def _is_worth_fetching(self, inquiry: _Inquiry, bound: Bound, computed_tokens: int) -> bool:
+        # What vLLM has itself need not come from a disk.
+        return self._fetch_timeout_s > 0 and inquiry.chunks * bound.chunk_tokens > computed_tokens
+
+    def _collect(self, inquiry: _Inquiry, computed_tokens: int) -> Answer | None:
         assert inquiry.question is not None
         assert inquiry.bound is not None
         try:
@@ -189,9 +224,65 @@ class Lookups:
         assert isinstance(reply, LookupReply), type(reply)
         inquiry.question = None
         inquiry.answer = Answer(inquiry.bound, reply.count, reply.lease, reply.refs)
-        inquiry.state.next_chunk = reply.count
-        self._notes.tell(inquiry.state, inquiry.bound, Outcome.ANSWERED, found=reply.count)
+        if reply.fetch and self._begin_to_wait(inquiry, reply.fetch, computed_tokens):
+            return None
+        self._settle(inquiry)
         return inquiry.answer
+
+    def _begin_to_wait(self, inquiry: _Inquiry, handle: int, computed_tokens: int) -> bool:
+        """Ask to be told what a fetch comes to; False where that is known, or cannot be asked."""
+        assert inquiry.bound is not None
+        wait_s = self._fetch_timeout_s
+        if not self._is_worth_fetching(inquiry, inquiry.bound, computed_tokens):
+            return False
+        inquiry.fetch = self._exchange.ask(
+            inquiry.bound.session,
+            lambda id_: AwaitFetch(id_, handle, wait_s),
+            timeout_s=wait_s + self._timeout_s,
+        )
+        # Most fetches find nothing, and say so before the step's budget is spent.
+        if inquiry.fetch is not None:
+            self._take_fetched(inquiry, self._exchange.collect)
+        return inquiry.fetch is not None
+
+    def _await_fetch(self, inquiry: _Inquiry, fetch: Question, computed_tokens: int) -> None:
+        assert inquiry.bound is not None
+        if self._is_worth_fetching(inquiry, inquiry.bound, computed_tokens):
+            self._take_fetched(inquiry, self._exchange.look)
+        else:
+            self._exchange.drop(fetch)
+            inquiry.fetch = None
+        if inquiry.fetch is None:
+            self._settle(inquiry)
+
+    def _take_fetched(self, inquiry: _Inquiry, receive: Callable[[Question], Reply | None]) -> None:
+        """Take what a fetch came to if it is over; without it the first answer stands."""
+        answer, fetch = inquiry.answer, inquiry.fetch
+        assert answer is not None
+        assert fetch is not None
+        try:
+            reply = receive(fetch)
+        except KVCellarError as error:
+            if inquiry.bound is not None:
+                self._binder.heed(inquiry.bound, error)
+            inquiry.fetch = None
+            return
+        if reply is None:
+            return
+        assert isinstance(reply, LookupReply), type(reply)
+        inquiry.fetch = None
+        if reply.count <= answer.count:
+            self._exchange.release(fetch.session, reply.lease)
+            return
+        self._exchange.release(fetch.session, answer.lease)
+        answer.count, answer.lease, answer.refs = reply.count, reply.lease, reply.refs
+
+    def _settle(self, inquiry: _Inquiry) -> None:
+        """Note where the server's chunks end, now that it is known."""
+        answer = inquiry.answer
+        assert answer is not None
+        inquiry.state.next_chunk = answer.count
+        self._notes.tell(inquiry.state, answer.bound, Outcome.ANSWERED, found=answer.count)
 
     def _give_up_if_overdue(self, inquiry: _Inquiry) -> None:
         if self._clock.monotonic_s() - inquiry.since_s >= self._timeout_s:
@@ -208,8 +299,9 @@ class Lookups:
         if inquiry.bound is not None:
             # It had been answered or was about to be: what it waited for then does not count.
             inquiry.since_s = self._clock.monotonic_s()
-        if inquiry.question is not None:
-            self._exchange.drop(inquiry.question)
+        for question in (inquiry.question, inquiry.fetch):
+            if question is not None:
+                self._exchange.drop(question)
         if inquiry.answer is not None:
             self._exchange.release(inquiry.answer.bound.session, inquiry.answer.lease)
-        inquiry.question = inquiry.answer = inquiry.bound = None
+        inquiry.question = inquiry.fetch = inquiry.answer = inquiry.bound = None

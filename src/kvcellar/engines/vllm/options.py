@@ -27,6 +27,8 @@ class ConnectorOptions:
         heartbeat_s: seconds between two heartbeats.
         lookup_timeout_s: how long a request waits for the answer to its lookup before it is
             computed without; steps go on meanwhile.
+        fetch_timeout_s: how long it waits besides while the server fetches chunks from its tiers;
+            then it uses what is there. 0: only what is in the server's memory counts.
         eager_prefetch: look up when a request arrives rather than when it is first considered.
         save_decode_cache: also store chunks that hold generated tokens.
         load_failure_policy: "recompute" or "fail": what becomes of a request whose load failed.
@@ -34,6 +36,7 @@ class ConnectorOptions:
         autostart_server_args: further flags of that server, as on a command line.
         autostart_wait_s: how long the engine's start waits for it.
         server_module: what is run to start it; follows from the connector's name.
+        gate: load a hit only as far as that is quicker than computing it; False: always load it.
         copy_delay_s: for tests only: every copy waits so long before it touches its bytes.
     """
 
@@ -42,6 +45,7 @@ class ConnectorOptions:
     timeout_s: float = 300.0
     heartbeat_s: float = 10.0
     lookup_timeout_s: float = 0.5
+    fetch_timeout_s: float = 2.0
     eager_prefetch: bool = False
     save_decode_cache: bool = False
     load_failure_policy: str = "recompute"
@@ -49,6 +53,7 @@ class ConnectorOptions:
     autostart_server_args: str = ""
     autostart_wait_s: float = 90.0
     server_module: str = "kvcellar"
+    gate: bool = True
     copy_delay_s: float = 0.0
 
 
@@ -58,18 +63,21 @@ OPTION_KEYS: Mapping[str, str] = {
     "kvcellar.timeout_s": "timeout_s",
     "kvcellar.heartbeat_s": "heartbeat_s",
     "kvcellar.lookup_timeout_s": "lookup_timeout_s",
+    "kvcellar.fetch_timeout_s": "fetch_timeout_s",
     "kvcellar.eager_prefetch": "eager_prefetch",
     "kvcellar.save_decode_cache": "save_decode_cache",
     "kvcellar.load_failure_policy": "load_failure_policy",
     "kvcellar.autostart": "autostart",
     "kvcellar.autostart.server_args": "autostart_server_args",
     "kvcellar.autostart.wait_timeout_s": "autostart_wait_s",
+    "kvcellar.gate": "gate",
     "kvcellar.testing.copy_delay_s": "copy_delay_s",
 }
 """Key of `kv_connector_extra_config` to field of `ConnectorOptions`."""
 
 _SECONDS_MAX = 86_400.0
 _POLICIES = ("recompute", "fail")
+_MAY_BE_ZERO = ("copy_delay_s", "fetch_timeout_s")
 
 
 def read_options(extra_config: Mapping[str, object]) -> ConnectorOptions:
@@ -139,7 +147,7 @@ def unknown_key(key: str, known: Collection[str], *, hint: str = "") -> ConfigEr
 
 
 def _checked(key: str, field: str, value: object) -> object:
-    if field in {"eager_prefetch", "save_decode_cache", "autostart"}:
+    if field in {"eager_prefetch", "save_decode_cache", "autostart", "gate"}:
         if not isinstance(value, bool):
             raise ConfigError(f"{key}={value!r}: write true or false")
         return value
@@ -154,7 +162,7 @@ def _checked(key: str, field: str, value: object) -> object:
         return value
     if field == "port":
         return _port_of(value, key)
-    return _seconds(key, value, may_be_zero=field == "copy_delay_s")
+    return _seconds(key, value, may_be_zero=field in _MAY_BE_ZERO)
 
 
 def _port_of(value: object, key: str = "port") -> int:
