@@ -20,8 +20,6 @@ from kvcellar.engines.vllm.autostart import ensure_server
 from kvcellar.engines.vllm.binding import Binder, Bound
 from kvcellar.engines.vllm.exchange import Exchange
 from kvcellar.engines.vllm.fuse import Fuse
-from kvcellar.engines.vllm.gate import Gate, Outcome
-from kvcellar.engines.vllm.gatekeeping import Gatekeeper
 from kvcellar.engines.vllm.holdings import Holdings
 from kvcellar.engines.vllm.identity import engine_fields
 from kvcellar.engines.vllm.loads import Loads
@@ -32,7 +30,7 @@ from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.requests import RequestState, read_wishes
 from kvcellar.engines.vllm.stores import Stores
-from kvcellar.engines.vllm.support import can_resume_prefill, require_supported
+from kvcellar.engines.vllm.support import require_supported
 from kvcellar.engines.vllm.versions import (
     is_inside_multi_connector,
     optional,
@@ -41,7 +39,7 @@ from kvcellar.engines.vllm.versions import (
 )
 from kvcellar.errors import ConfigError, KVCellarError
 from kvcellar.keys.digest import FieldValue, engine_digest, field_digests
-from kvcellar.protocol.messages import Clear, GateReport, Role
+from kvcellar.protocol.messages import Clear, Role
 from kvcellar.telemetry.logs import EventLog, OncePer
 
 __all__ = ["SchedulerHalf"]
@@ -66,7 +64,6 @@ class SchedulerHalf:
         lookups: requests' questions and answers.
         loads: what the workers are to read.
         stores: what the workers are to write.
-        gatekeeper: decides whether a hit is loaded.
     """
 
     def __init__(
@@ -96,19 +93,12 @@ class SchedulerHalf:
         transfer = vllm_config.kv_transfer_config
         _settle_failure_policy(transfer, options.load_failure_policy)
         self._may_load = bool(transfer.is_kv_consumer)
-        self._can_resume = can_resume_prefill(vllm_config)
         self._may_save = bool(transfer.is_kv_producer)
         self._options = options
         self._ranks = int(vllm_config.parallel_config.world_size)
         self._wish_prefixes = wish_prefixes
         self._hand_out = hand_out
         self._clock = SystemClock()
-        step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        self.gatekeeper = Gatekeeper(
-            Gate(step_tokens=step_tokens, clock=self._clock),
-            is_on=options.gate,
-            clock=self._clock,
-        )
         self._wish_log = OncePer(self._clock, WISH_LOG_INTERVAL_S)
         self._states: dict[str, RequestState] = {}
         self._reports: dict[int, JobResult] = {}
@@ -159,7 +149,6 @@ class SchedulerHalf:
         """Note a request's arrival, and look it up already if the user wants that."""
         with self.fuse:
             state = self._state(request)
-            self.gatekeeper.arrive(state.request_id)
             if self._options.eager_prefetch and self._is_loadable(state):
                 self.lookups.start(state)
 
@@ -177,11 +166,6 @@ class SchedulerHalf:
             state = self._state(request)
             if self._is_loadable(state) and computed_tokens % self._block_tokens == 0:
                 tokens = self.lookups.matched_tokens(state, computed_tokens)
-                if tokens and not self._is_usable(state, computed_tokens + tokens):
-                    self.lookups.drop(state)
-                    state.may_load, tokens = False, 0
-                if tokens:
-                    tokens = self._choose(state, computed_tokens, tokens)
                 return tokens, bool(tokens)
         return 0, False
 
@@ -194,29 +178,18 @@ class SchedulerHalf:
             external_tokens: what `matched_tokens` said, or 0: nothing is to be loaded (by us).
         """
         state = self._state(request)
-        verdict = None
-        with self.fuse:
-            verdict = self.gatekeeper.admit(state.request_id, loads=external_tokens > 0)
-            if external_tokens == 0:
-                if verdict is not None:
-                    self.lookups.note_refusal(state)
-                self.lookups.drop(state)
         if external_tokens == 0:
+            with self.fuse:
+                self.lookups.drop(state)
             return
         # Outside of the fuse: a load that vLLM waits for and nobody runs would never end.
-        answer, job_id = self.lookups.take(state), next(self._job_ids)
-        chunk_stop = verdict.stop_chunk if verdict is not None else answer.count
         self.loads.plan(
-            job_id,
+            next(self._job_ids),
             state,
-            answer,
+            self.lookups.take(state),
             block_ids=block_ids,
-            chunk_stop=chunk_stop,
             token_count=external_tokens,
         )
-        chunk_tokens = answer.bound.chunk_tokens
-        chunks = -(-external_tokens // chunk_tokens)
-        self.gatekeeper.begin_load(job_id, chunks * chunk_tokens)
 
     def build_metadata(self, scheduler_output: Any) -> ConnectorMetadata:
         """Return the step's jobs; called at the end of every step, also of an empty one."""
@@ -227,10 +200,6 @@ class SchedulerHalf:
             self._follow(scheduler_output, bound if is_storing else None)
             metadata.stores = self.stores.collect()
             metadata.chunk_tokens = bound.chunk_tokens if bound is not None else 0
-            for job in metadata.stores:
-                self.gatekeeper.begin_store(job.job_id, job.chunk_count * metadata.chunk_tokens)
-            metadata.step = self.gatekeeper.begin_step()
-            self._report(bound)
         self._exchange.start_step(is_idle=not scheduler_output.total_num_scheduled_tokens)
         return metadata
 
@@ -240,7 +209,6 @@ class SchedulerHalf:
             report = connector_output.kv_connector_worker_meta
             if not isinstance(report, WorkerReport):
                 return
-            self.gatekeeper.end_step(report.step)
             known = WorkerReport(self._reports).aggregate(report).jobs
             over = {
                 job_id: result
@@ -249,14 +217,12 @@ class SchedulerHalf:
             }
             self._reports = {id_: known[id_] for id_ in known.keys() - over.keys()}
             for job_id, result in over.items():
-                self.gatekeeper.end_job(job_id, result)
                 if not self.loads.end(job_id, result):
                     self.stores.end(job_id, result)
 
     def on_finished(self, request: Any) -> None:
         """Forget a request that ended in whatever way; its copies run on."""
         with self.fuse:
-            self.gatekeeper.leave(request.request_id)
             state = self._states.pop(request.request_id, None)
             if state is not None:
                 self.lookups.drop(state)
@@ -313,29 +279,11 @@ class SchedulerHalf:
             and not params.get("do_remote_prefill")
         )
 
-    def _choose(self, state: RequestState, computed_tokens: int, found_tokens: int) -> int:
-        bound = self._binder.current()
-        if bound is None:
-            return found_tokens
-        return self.gatekeeper.choose(
-            state,
-            computed_tokens=computed_tokens,
-            found_tokens=found_tokens,
-            chunk_tokens=bound.chunk_tokens,
-            may_shorten=self._can_resume,
-        )
-
-    def _is_usable(self, state: RequestState, token_count: int) -> bool:
-        """Whether the engine can go on after so many tokens that are there; see `support`."""
-        return self._can_resume or token_count >= state.request.num_tokens - 1
-
     def _follow(self, scheduler_output: Any, bound: Bound | None) -> None:
         """Keep block tables as the step left them, and offer the chunks that it completes."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._states:
                 self._states[request_id].block_ids = []
-                self.gatekeeper.leave(request_id)
-                self.gatekeeper.arrive(request_id)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id, block_ids, is_whole, computed in scheduled_tables(scheduler_output):
             state = self._states.get(request_id)
@@ -346,18 +294,11 @@ class SchedulerHalf:
                 state.tokens_end = self._tokens_end(state)
             elif block_ids is not None:
                 state.block_ids += block_ids
-            self.gatekeeper.schedule(state, computed=computed, count=scheduled[request_id])
             if bound is not None and state.may_save:
                 count = min(computed + scheduled[request_id], state.tokens_end)
                 # Of hundreds of requests that decode, this is all that a step looks at.
                 if state.has_new_chunks(bound, token_count=count):
                     self._offer(state, bound, computed_tokens=count)
-
-    def _report(self, bound: Bound | None) -> None:
-        """Tell the server what the gate has decided, if there is something new."""
-        if bound is not None and self.gatekeeper.has_news(bound.session):
-            figures = self.gatekeeper.figures()
-            self._exchange.tell(bound.session, lambda id_: GateReport(id_, figures))
 
     def _offer(self, state: RequestState, bound: Bound, *, computed_tokens: int) -> None:
         # Steps that are scheduled ahead count tokens that nobody has sampled yet.
