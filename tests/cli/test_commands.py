@@ -11,8 +11,8 @@ from tests.server.running import SOURCE, RunningServer
 
 from kvcellar import __version__
 from kvcellar.cli.main import main
-from kvcellar.cli.status import _lines
 from kvcellar.protocol.messages import Status
+from kvcellar.telemetry.summary import status_lines
 
 HEAVY = ("asyncio", "numpy", "torch", "fastapi", "starlette", "uvicorn", "msgspec")
 
@@ -146,7 +146,7 @@ def test_an_unhealthy_server_is_shown_with_the_reason(server):
     page["is_healthy"] = False
     page["kvcellar"]["parts"]["arena"] = "no memory"
     page["kvcellar"]["arena"] |= {"steps_ready": 0, "waits_for_bytes": 1 << 30}
-    shown = "\n".join(_lines(page, page["metrics"]))
+    shown = "\n".join(status_lines(page, page["metrics"]))
     assert "UNHEALTHY" in shown
     assert "  arena: no memory" in shown
     assert "waits until 1.00 GiB more are free" in shown

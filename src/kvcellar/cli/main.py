@@ -18,6 +18,11 @@ _COMMANDS = {
     "status": "show what a server holds and whether it is healthy",
     "ping": "ask a server for a sign of life",
     "clear": "make a server forget every chunk",
+    "why-miss": "say why prompts did not hit",
+    "doctor": "look for what is wrong on this host",
+    "describe": "show what a server or an engine says of itself, over HTTP",
+    "kvcache": "clear a server's memory, over HTTP",
+    "query": "ask an engine a prompt and time it, or list what is cached",
     "quota": "set, show, list and remove what a tenant may hold",
 }
 
@@ -46,7 +51,8 @@ def _run(name: str, rest: Sequence[str]) -> int:
         print(f"kvcellar: {name!r} is not a command{hint}", file=sys.stderr)
         return 2
     try:
-        code: int = importlib.import_module(f"kvcellar.cli.{name}").run(rest)
+        module = importlib.import_module(f"kvcellar.cli.{name.replace('-', '_')}")
+        code: int = module.run(rest)
     except ConfigError as error:
         print(f"kvcellar {name}: {error}", file=sys.stderr)
         return 2

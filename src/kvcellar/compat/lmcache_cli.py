@@ -1,8 +1,8 @@
 """`lmcache`: LMCache's command line, answered by kvcellar as far as it goes.
 
-`lmcache server` is `kvcellar server` with LMCache's other flags understood. The three commands
-that guides use to look at a server and empty it work over HTTP as LMCache's do. The rest is
-refused by name, because a command that silently does something else is worse than none.
+`lmcache server` is `kvcellar server` with LMCache's other flags understood. The commands that
+look at a server or an engine work over HTTP as LMCache's do. The rest is refused by name, because
+a command that silently does something else is worse than none.
 """
 
 import sys
@@ -22,16 +22,20 @@ _HELP = """usage: lmcache COMMAND ...        (kvcellar {version} under LMCache's
   server            run the cache server of this node
   ping kvcache      ask a server for a sign of life        [--url http://localhost:8080]
   describe kvcache  show a server's status                 [--url http://localhost:8080]
+  describe engine   show an engine's models and caches     [--url http://localhost:8000]
   kvcache clear     make a server forget every chunk        --url http://localhost:8080
+  query engine      ask an engine a prompt and time it      --prompt TEXT [--url …]
+  query kvcache     list what is cached                    [--url http://localhost:8080]
   quota set SALT    say what a tenant may hold              --limit-gb GB [--url …]
   quota get SALT | list | delete SALT                       [--url http://localhost:8080]
 
-Commands that change something take --admin-token-file where the server has one.
+--format json, --output PATH and -q say what becomes of an answer. Commands that change something
+take --admin-token-file where the server has one.
 
 lmcache server --help lists the server's flags; kvcellar --help the commands of our own."""
 
-_LATER = ("bench", "coordinator", "mock", "query", "tool", "trace")
-_HERE = ("server", "ping", "describe", "kvcache", "quota")
+_LATER = ("bench", "coordinator", "mock", "tool", "trace")
+_HERE = ("server", "ping", "describe", "kvcache", "query", "quota")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,10 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, rest: Sequence[str]) -> int:
     if name == "server":
         return _server(rest)
-    if name in _HERE:
-        from kvcellar.compat.lmcache_http import run_http_command
+    if name == "quota":
+        from kvcellar.compat.lmcache_quota import run_quota
 
-        print(run_http_command(name, rest))
+        print(run_quota(rest))
+        return 0
+    if name in _HERE:
+        from kvcellar.client.web_commands import run_web_command
+
+        text = run_web_command("lmcache", name, rest)
+        if text:
+            print(text)
         return 0
     if name in _LATER:
         raise ConfigError("not yet in kvcellar 0.1; see lmcache --help for what is")

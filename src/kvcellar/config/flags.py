@@ -127,6 +127,7 @@ def _parser(
                 dest=setting.field,
                 metavar=setting.value,
                 action="append",
+                nargs="+" if setting.value.endswith("…") else None,
                 help=text,
             )
         else:

@@ -27,7 +27,7 @@ from kvcellar.config.server import (
 from kvcellar.errors import ConfigError
 from kvcellar.units import bytes_from_gb
 
-__all__ = ["LoadedServer", "is_switched_on", "load_server"]
+__all__ = ["LoadedServer", "is_switched_on", "load_server", "variable"]
 
 CHUNK_TOKENS_MAX = 65_536
 NAME_MAX = 255
@@ -87,6 +87,11 @@ def load_server(
 def is_switched_on(variable: str) -> bool:
     """Return whether a variable leaves something on: unless it says 0, false, no or off."""
     return os.environ.get(variable, "").strip().lower() not in {"0", "false", "no", "off"}
+
+
+def variable(name: str) -> str | None:
+    """Return a variable of the environment, for those who show what is set there."""
+    return os.environ.get(name)
 
 
 _MISSING = {

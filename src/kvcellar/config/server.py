@@ -290,7 +290,8 @@ class Setting(msgspec.Struct, frozen=True):
     Attributes:
         field: name in `ServerConfig`.
         flag: how it is written.
-        value: placeholder or choices of its value; empty for a switch.
+        value: placeholder or choices of its value; empty for a switch; with … at its end for
+            several values.
         description: what it does, with unit.
         change: when to change it.
         required: it has no default.

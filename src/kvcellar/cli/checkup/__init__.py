@@ -1,0 +1,1 @@
+"""The examinations of `kvcellar doctor`: each says what it found and what to type."""
