@@ -89,6 +89,40 @@ def test_heartbeats_come_at_their_interval(make_link, server):
     assert 0.15 < time.monotonic() - started < 5.0
 
 
+def test_a_worker_hears_soon_that_the_arena_has_grown(make_link, server):
+    """Ten seconds lie between two heartbeats, but not while memory is still to come."""
+    beats = []
+
+    def grow(request, peer):
+        beats.append(time.monotonic())
+        peer.send(HeartbeatReply(request.id, server.boot_id, 0, int(len(beats) > 5)))
+
+    server.answers[Heartbeat] = grow
+    link = make_link(WORKER)
+    link.start()
+    link.wait_ready(5.0)
+    until(lambda: link.last_heartbeat.steps_ready == 1)
+    # An arena that stands still is asked about less and less often.
+    assert len(beats) == 6
+    assert 0.8 < beats[5] - beats[0] < 5.0
+    link.poke()
+    until(lambda: len(beats) == 7)
+
+
+def test_nobody_else_beats_more_often_while_the_arena_grows(make_link, server):
+    """A scheduler half has no arena: a worker beats four times and the scheduler half once."""
+    server.answers[Heartbeat] = lambda request, peer: peer.send(
+        HeartbeatReply(request.id, server.boot_id, 0, 0)
+    )
+    link = make_link(SCHEDULER, held=lambda: ((11,), ()))
+    link.start()
+    link.wait_ready(5.0)
+    other = make_link(WORKER)
+    other.start()
+    beats = server.wait_for("heartbeat", 5)
+    assert [beat.leases for beat in beats].count((11,)) == 1
+
+
 def test_what_was_granted_but_not_recorded_yet_is_spared(make_link, server):
     """The heartbeat that passes between a reply and its recording must not claim to know it."""
     held = set()

@@ -2,7 +2,9 @@
 
 A heartbeat tells the server what the client still uses and brings back what changed there. At most
 one is without a reply at any time, and none of this ever holds up a caller: sending and reading
-take no time, whatever the server does. Driven by the link's keeper thread alone.
+take no time, whatever the server does. While the server's arena grows, a client that has mapped it
+beats more often: what it does not know to hold memory it does not prepare for copies. Driven by the
+link's keeper thread alone.
 """
 
 from collections.abc import Callable, Collection
@@ -20,6 +22,8 @@ Held = Callable[[], tuple[Collection[int], Collection[int]]]
 
 _PING_PAUSE_S = 0.25
 _RETRY_S = 0.05
+_GROWTH_S = 0.1
+"""A growth step of a GiB takes some tenths of a second."""
 
 
 class Pulse:
@@ -38,6 +42,8 @@ class Pulse:
         self._next_beat_s = clock.monotonic_s()
         self._ping_id: int | None = None
         self._next_ping_s: float | None = None
+        self._steps_ready = -1
+        self._pause_s = heartbeat_s
 
     @property
     def is_waiting(self) -> bool:
@@ -59,7 +65,7 @@ class Pulse:
         if self._beat_id is None:
             if now_s >= self._next_beat_s:
                 self._beat_id = self._post(self._heartbeat())
-                wait_s = self._heartbeat_s if self._beat_id is not None else self._retry_s()
+                wait_s = self._pause_s if self._beat_id is not None else self._retry_s()
                 self._next_beat_s = now_s + wait_s
             waits_s.append(self._next_beat_s - now_s)
         if not self._breaker.is_open:
@@ -89,7 +95,19 @@ class Pulse:
             if not isinstance(reply, kind) or reply.boot_id != self._session.boot_id:
                 raise MalformedError(f"the server answered a heartbeat or ping with {reply}")
             replies.append(reply)
+            if isinstance(reply, HeartbeatReply):
+                self._note_growth(reply.steps_ready)
         return replies
+
+    def _note_growth(self, steps_ready: int) -> None:
+        """Have the next heartbeat sent soon while the arena grows, and later if it stands still."""
+        arena, step_bytes = self._session.arena, self._session.welcome.step_bytes
+        if arena is None or steps_ready * step_bytes >= arena.size_bytes:
+            self._pause_s = self._heartbeat_s
+            return
+        pause_s = _GROWTH_S if steps_ready > self._steps_ready else 2 * self._pause_s
+        self._steps_ready, self._pause_s = steps_ready, min(pause_s, self._heartbeat_s)
+        self._next_beat_s = min(self._next_beat_s, self._clock.monotonic_s() + self._pause_s)
 
     def _take(self, request_id: int | None) -> tuple[Reply | None, int | None]:
         """Return the reply to a request and the id that is still due, at most one of them."""
