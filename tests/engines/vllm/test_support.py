@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvcellar.engines.vllm.support import require_supported
+from kvcellar.engines.vllm.support import can_resume_prefill, require_supported
 from kvcellar.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.engine
@@ -90,6 +90,20 @@ def test_other_groups_are_named(specs, names):
     for name in names:
         assert name in str(refusal.value)
     assert "--kv-transfer-config" in str(refusal.value)
+
+
+def test_only_mla_without_chunked_prefill_on_a_cpu_cannot_resume_a_prefill():
+    def can(device="cpu", *, mla=True, chunked=False):
+        return can_resume_prefill(
+            SimpleNamespace(
+                device_config=SimpleNamespace(device_type=device),
+                model_config=SimpleNamespace(use_mla=mla),
+                scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+            )
+        )
+
+    assert not can()
+    assert all([can("cuda"), can(mla=False), can(chunked=True)])
 
 
 def test_a_window_on_some_layers_is_answered_with_the_flag_that_helps():

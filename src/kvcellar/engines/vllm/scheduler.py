@@ -30,7 +30,7 @@ from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.requests import RequestState, read_wishes
 from kvcellar.engines.vllm.stores import Stores
-from kvcellar.engines.vllm.support import require_supported
+from kvcellar.engines.vllm.support import can_resume_prefill, require_supported
 from kvcellar.engines.vllm.versions import (
     is_inside_multi_connector,
     optional,
@@ -93,6 +93,7 @@ class SchedulerHalf:
         transfer = vllm_config.kv_transfer_config
         _settle_failure_policy(transfer, options.load_failure_policy)
         self._may_load = bool(transfer.is_kv_consumer)
+        self._can_resume = can_resume_prefill(vllm_config)
         self._may_save = bool(transfer.is_kv_producer)
         self._options = options
         self._ranks = int(vllm_config.parallel_config.world_size)
@@ -166,6 +167,9 @@ class SchedulerHalf:
             state = self._state(request)
             if self._is_loadable(state) and computed_tokens % self._block_tokens == 0:
                 tokens = self.lookups.matched_tokens(state, computed_tokens)
+                if tokens and not self._is_usable(state, computed_tokens + tokens):
+                    self.lookups.drop(state)
+                    state.may_load, tokens = False, 0
                 return tokens, bool(tokens)
         return 0, False
 
@@ -278,6 +282,10 @@ class SchedulerHalf:
             and not optional(request, "skip_reading_prefix_cache", False)
             and not params.get("do_remote_prefill")
         )
+
+    def _is_usable(self, state: RequestState, token_count: int) -> bool:
+        """Whether the engine can go on after so many tokens that are there; see `support`."""
+        return self._can_resume or token_count >= state.request.num_tokens - 1
 
     def _follow(self, scheduler_output: Any, bound: Bound | None) -> None:
         """Keep block tables as the step left them, and offer the chunks that it completes."""

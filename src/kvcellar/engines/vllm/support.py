@@ -10,7 +10,7 @@ from typing import Any
 from kvcellar.engines.vllm.versions import group_flags, has_measured_kv_scales, optional
 from kvcellar.errors import UnsupportedModelError
 
-__all__ = ["require_supported"]
+__all__ = ["can_resume_prefill", "require_supported"]
 
 # Any: vLLM's configuration objects, see `versions`.
 
@@ -73,6 +73,20 @@ def _require_plain(index: int, group: Any, *, alone: bool) -> None:
         raise UnsupportedModelError(
             f"{name} cannot be kept: it {', '.join(flags)}; run without --kv-transfer-config"
         )
+
+
+def can_resume_prefill(vllm_config: Any) -> bool:
+    """Return whether this engine can compute a prompt's rest after KV that it did not compute.
+
+    vLLM's reference MLA on a CPU cannot (it turns chunked prefill and its own prefix cache off for
+    that reason): a step with loaded KV before several new tokens would end the engine. What it can
+    do is decode, one token.
+    """
+    return not (
+        vllm_config.device_config.device_type == "cpu"
+        and vllm_config.model_config.use_mla
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    )
 
 
 def _require_settings(vllm_config: Any) -> None:
