@@ -7,7 +7,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BOOTSTRAP ?= $(shell command -v python3.11 || command -v python3)
 
-.PHONY: help setup setup-sources format check unit e2e test demo bench bench-gpu docs clean
+.PHONY: help setup setup-sources format check unit e2e test demo bench bench-gpu test-gpu quality docs clean
 
 help: ## list the verbs
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,12 @@ demo: setup ## real vLLM, a small model, a long prefix: what a hit is worth (som
 
 bench: setup ## measure copies, lookups and TTFT beside their ceilings
 	@$(PY) scripts/bench.py
+
+test-gpu: ## on a machine with a GPU: prove copies, engines that share it, and faults (PARTS=…)
+	@$(or $(wildcard $(PY)),python3) scripts/test_gpu.py $(PARTS)
+
+quality: setup ## what int8 does to a real model's answers, beside fp8 and bf16's own noise
+	@OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) -W ignore scripts/quality.py
 
 bench-gpu: ## on a machine with a GPU: check its copies and measure them beside plain DMA
 	@PYTHONPATH=src $(or $(wildcard $(PY)),python3) scripts/bench_gpu.py

@@ -5,10 +5,12 @@ tests only.
 """
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+from tests.e2e.device import IS_INSTALLED
 from tests.e2e.processes import NO_REUSE, Program, eventually, free_port
 
 __all__ = ["Cellar"]
@@ -17,6 +19,8 @@ START_S = 15.0
 ANSWER_S = 5.0
 QUIET_S = 1.0
 """How long after the last request every lease and reservation must be gone (issue: 1 s)."""
+
+SERVER = ("kvcellar", "server") if IS_INSTALLED else (sys.executable, "-m", "kvcellar", "server")
 
 _SAMPLE = re.compile(r"^(?P<name>[a-z0-9_]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$")
 
@@ -30,7 +34,7 @@ class Cellar(Program):
         *,
         folder: Path,
         l1_gb: float = 1.0,
-        command: Sequence[str] = ("kvcellar", "server"),
+        command: Sequence[str] = SERVER,
         ports: tuple[int, int] | None = None,
     ) -> None:
         """Prepare it; nothing runs yet.

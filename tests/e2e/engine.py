@@ -1,4 +1,4 @@
-"""Run a real `vllm serve` on the CPU and talk to it as a user does.
+"""Run a real `vllm serve` and talk to it as a user does; `device` says on what.
 
 What the tests rely on, measured on vLLM 0.32.0's CPU build (two cores, one OMP thread):
 
@@ -16,6 +16,7 @@ What the tests rely on, measured on vLLM 0.32.0's CPU build (two cores, one OMP 
 import http.client
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -23,27 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from tests.e2e.processes import NO_REUSE, ROOT, Program, eventually, free_port
+from tests.e2e.device import DEVICE
+from tests.e2e.processes import NO_REUSE, Program, eventually, free_port
 
 __all__ = ["BLOCK_TOKENS", "Answer", "Counters", "Engine", "assert_same_answer", "start_together"]
 
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = DEVICE.block_tokens
 START_S = 150.0
 REQUEST_S = 120.0
-LOGPROB_TOLERANCE = 2e-3
-"""Float32 sums in another order differ by 1e-5 here; one wrong block of KV moves it by 0.1."""
-
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # Offers POST /reset_prefix_cache.
-    # Spinning OMP threads on two cores make everything beside them several times slower.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CACHE_ROOT": str(ROOT / ".stack" / "vllm-cache"),
-}
 
 
 @dataclass(frozen=True)
@@ -109,9 +97,10 @@ class Engine(Program):
             options: further words of the command line.
         """
         self.port = free_port()
-        command = ["vllm", "serve", str(model), "--served-model-name", "m"]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        command += ["--served-model-name", "m"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details"]
+        command += ["--dtype", "float32", *DEVICE.options, "--enable-prompt-tokens-details"]
         command += ["--disable-uvicorn-access-log"]
         if transfer is not None:
             command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -126,7 +115,7 @@ class Engine(Program):
     def start(self, environment: dict[str, str] | None = None) -> None:
         """Start it; `wait_until_ready` tells when it serves."""
         self._scratch.mkdir(exist_ok=True)
-        super().start({**_ENVIRONMENT, "TMPDIR": str(self._scratch), **(environment or {})})
+        super().start({**DEVICE.environment, "TMPDIR": str(self._scratch), **(environment or {})})
 
     def close(self) -> None:
         """Close the connection to it."""
@@ -255,13 +244,15 @@ class Engine(Program):
 
 
 def start_together(*engines: Engine) -> None:
-    """Start several engines at once and wait for all: two cores do that faster than in turn.
+    """Start several engines, at once where the device allows that: two cores are faster then.
 
     Each has answered a request then: the first one takes seconds, and has a connector bind its
     namespace.
     """
     for engine in engines:
         engine.start()
+        if not DEVICE.starts_at_once:
+            engine.wait_until_ready()
     for engine in engines:
         engine.wait_until_ready(2 * START_S)
     for engine in engines:
@@ -272,7 +263,7 @@ def assert_same_answer(answer: Answer, expected: Answer) -> None:
     """Check that two answers are the same tokens with the same log-probabilities."""
     assert answer.tokens == expected.tokens
     for position, (mine, theirs) in enumerate(zip(answer.logprobs, expected.logprobs, strict=True)):
-        assert math.isclose(mine, theirs, abs_tol=LOGPROB_TOLERANCE), (
+        assert math.isclose(mine, theirs, abs_tol=DEVICE.logprob_tolerance), (
             f"token {position}: {mine} instead of {theirs}"
         )
 

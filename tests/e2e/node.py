@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tests.e2e.cellar import Cellar
+from tests.e2e.device import IS_INSTALLED
 from tests.e2e.engine import Answer, Counters, Engine
 
 __all__ = ["lmcache_transfer", "own_transfer", "watched"]
@@ -24,11 +25,14 @@ def own_transfer(cellar: Cellar, **options: object) -> dict[str, object]:
     """Say the same in our own words; `options` are further keys without their prefix."""
     extra = {"kvcellar.host": "localhost", "kvcellar.port": cellar.port}
     extra |= {f"kvcellar.{name}": value for name, value in options.items()}
-    return {
+    transfer = {
         "kv_connector": "KVCellarConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
+    if not IS_INSTALLED:
+        transfer["kv_connector_module_path"] = "kvcellar.engines.vllm.connector"
+    return transfer
 
 
 def watched(engine: Engine, action: Callable[[], Answer]) -> tuple[Answer, Counters]:

@@ -7,7 +7,7 @@ other code around it than the engine that stored them, which is what keys promis
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -105,6 +105,15 @@ class Peek:
             key: b"".join(self.read(place) for place in places)
             for key, places in zip(keys, found, strict=False)
         }
+
+    def stored(self, sequences: Iterable[Sequence[int]]) -> dict[bytes, bytes]:
+        """Return all stored chunks of some token sequences, also those behind a gap."""
+        found = {}
+        for tokens in sequences:
+            for key in self.keys(tokens):
+                for places in self.find([key]):
+                    found[key] = b"".join(self.read(place) for place in places)
+        return found
 
     def read(self, place: Place) -> bytes:
         """Return the bytes of one shard."""

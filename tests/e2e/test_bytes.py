@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from tests.e2e.cellar import Cellar
+from tests.e2e.device import DEVICE
 from tests.e2e.engine import Engine, assert_same_answer, start_together
 from tests.e2e.node import own_transfer, watched
 from tests.e2e.peek import CHUNK_TOKENS, Peek, Place
@@ -27,8 +28,8 @@ COPY_DELAY_S = 2.0
 HEARTBEAT_S = 0.5
 BACK_S = 4 * HEARTBEAT_S + 3.0
 """Until hits begin again after a restart, on a machine that is busy."""
-LATE_BLOCKS = 24
-KV_TOLERANCE = 1e-4
+LATE_TOKENS = 24 * 128
+ROOM_TOKENS = 160 * 128
 
 
 @dataclass
@@ -52,7 +53,7 @@ def shared(tiny, folder, stopping) -> Node:
         transfer=own_transfer(cellar, heartbeat_s=HEARTBEAT_S, **delayed),
         options=[
             *("--max-model-len", "2048", "--max-num-batched-tokens", "512"),
-            *("--num-gpu-blocks-override", str(LATE_BLOCKS), "--max-num-seqs", "8"),
+            *("--num-gpu-blocks-override", DEVICE.blocks(LATE_TOKENS), "--max-num-seqs", "8"),
         ],
     )
     plain = Engine(
@@ -60,7 +61,10 @@ def shared(tiny, folder, stopping) -> Node:
         tiny,
         folder=folder,
         transfer=own_transfer(cellar, eager_prefetch=True, heartbeat_s=HEARTBEAT_S),
-        options=["--max-model-len", "2048", "--num-gpu-blocks-override", "160"],
+        options=[
+            *("--max-model-len", "2048"),
+            *("--num-gpu-blocks-override", DEVICE.blocks(ROOM_TOKENS)),
+        ],
     )
     start_together(stopping(late), stopping(plain))
     return Node(cellar, late, plain)
@@ -83,16 +87,6 @@ def node(shared) -> Node:
 def peek(node) -> Iterable[Peek]:
     with Peek(node.cellar, shard_bytes=[CHUNK_BYTES]) as peek:
         yield peek
-
-
-def stored_chunks(peek: Peek, sequences: Iterable[list[int]]) -> dict[bytes, bytes]:
-    """Return all stored chunks of some token sequences, also those behind a gap."""
-    found = {}
-    for tokens in sequences:
-        for key in peek.keys(tokens):
-            for (place,) in peek.find([key]):
-                found[key] = peek.read(place)
-    return found
 
 
 def test_late_copies_store_what_was_computed(node, peek, prompt, at_once):
@@ -121,20 +115,20 @@ def test_late_copies_store_what_was_computed(node, peek, prompt, at_once):
     eventually(node.late.is_idle, 10, what="an idle engine")
     node.cellar.wait_until_quiet(20 * COPY_DELAY_S)
 
-    stored = stored_chunks(peek, sequences)
+    stored = peek.stored(sequences)
     assert len(stored) == node.cellar.objects() >= 10, "a chunk is stored that nobody asked for"
 
     node.cellar.clear()
     for tokens in sequences:
         node.plain.complete(tokens[:2040], max_tokens=1)
     node.cellar.wait_until_quiet()
-    afresh = stored_chunks(peek, sequences)
+    afresh = peek.stored(sequences)
     assert stored.keys() <= afresh.keys()
     for key, data in stored.items():
         np.testing.assert_allclose(
             np.frombuffer(data, np.float32),
             np.frombuffer(afresh[key], np.float32),
-            atol=KV_TOLERANCE,
+            atol=DEVICE.kv_tolerance,
         )
 
 
