@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvcellar.layout.shard import ShardLayout
+from kvcellar.protocol.gate import GateReport
 from kvcellar.protocol.limits import COUNTS_MAX, FIELDS_MAX, HANDLES_MAX, WORLD_SIZE_MAX
 from kvcellar.protocol.quotas import QuotaList, Quotas, SetQuota
 from kvcellar.protocol.states import ChunkState, CommitOutcome, Role
@@ -20,8 +21,8 @@ from kvcellar.protocol.states import ChunkState, CommitOutcome, Role
 __all__ = [
     "OFFSET_BYTES", "PROTOCOL_VERSION", "REF_BYTES", "Abort", "AwaitFetch", "Bind", "Cancel",
     "ChunkState", "Clear", "Cleared", "Commit", "CommitOutcome", "CommitReply", "Damaged",
-    "Delete", "Deleted", "ErrorReply", "Explain", "Explained", "Goodbye", "Heartbeat",
-    "HeartbeatReply", "Hello", "Loaded", "Locate", "Located", "Lookup", "LookupNote",
+    "Delete", "Deleted", "ErrorReply", "Explain", "Explained", "GateReport", "Goodbye",
+    "Heartbeat", "HeartbeatReply", "Hello", "Loaded", "Locate", "Located", "Lookup", "LookupNote",
     "LookupReply", "ObjectList", "Objects", "Ok", "Ping", "Pong", "QuotaList", "Quotas",
     "Release", "Reply", "Request", "Reserve", "ReserveReply", "Role", "SetQuota", "Status",
     "StatusReply", "Welcome",
@@ -481,8 +482,8 @@ class StatusReply(_Message, tag="status_reply", frozen=True, array_like=True):
 
 Request = (
     Locate | Hello | Bind | Heartbeat | Lookup | AwaitFetch | Release | Reserve | Commit | Abort |
-    Cancel | Loaded | Damaged | LookupNote | Explain | Objects | Delete | Clear | SetQuota |
-    Quotas | Ping | Status | Goodbye
+    Cancel | Loaded | Damaged | LookupNote | GateReport | Explain | Objects | Delete | Clear |
+    SetQuota | Quotas | Ping | Status | Goodbye
 )  # fmt: skip
 Reply = (
     ErrorReply | Located | Welcome | Ok | HeartbeatReply | LookupReply | ReserveReply |

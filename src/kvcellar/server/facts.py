@@ -12,6 +12,7 @@ import msgspec
 
 from kvcellar import __version__
 from kvcellar.protocol.messages import PROTOCOL_VERSION
+from kvcellar.server.gates import gate_metrics
 from kvcellar.server.instances import Instance
 from kvcellar.server.node import Node
 from kvcellar.server.tenant_facts import tenant_metrics, tenant_status
@@ -42,6 +43,7 @@ def status_with_metrics(node: Node) -> dict[str, Any]:
     page["kvcellar"]["degraded"] = {name: text for name, text in node.degraded().items() if text}
     page["kvcellar"] |= tenant_status(node.store)
     page["metrics"] = _metrics(node, parts) | tier_metrics(node.tiers) | tenant_metrics(node.store)
+    page["metrics"] |= gate_metrics(islice(node.roster.instances.values(), INSTANCES_SHOWN))
     return page
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from kvcellar.errors import LimitError, MismatchError, NotRegisteredError
 from kvcellar.keys.digest import NamespaceId
 from kvcellar.layout.shard import ShardLayout
+from kvcellar.protocol.gate import GateFigures
 from kvcellar.protocol.messages import Hello, Reply, Role
 from kvcellar.server.bounds import CLIENTS_MAX
 from kvcellar.store.entries import OwnerId
@@ -45,9 +46,10 @@ class Client:
         pidfd: watches its process; owned by the roster's user; None for the server's own child.
         newer: pid of the process that took its seat, 0 while it holds it.
         turn: how many clients have had its seat, itself included.
+        heard_s: when it sent its last ping.
     """
 
-    __slots__ = ("connection", "hello", "instance", "newer", "owner", "pidfd", "turn")
+    __slots__ = ("connection", "heard_s", "hello", "instance", "newer", "owner", "pidfd", "turn")
 
     def __init__(self, owner: OwnerId, hello: Hello, pidfd: int | None) -> None:
         self.owner = owner
@@ -57,6 +59,7 @@ class Client:
         self.instance: Instance | None = None
         self.newer = 0
         self.turn = 0
+        self.heard_s = 0.0
 
 
 class Instance:
@@ -73,12 +76,14 @@ class Instance:
         chunk_tokens: of that namespace.
         refusal: why its namespace was refused; empty where it was not.
         counts: what its scheduler half counts, as it said last.
+        gate: what its gate has decided, as it said last; None before.
     """
 
     __slots__ = (
         "_turns",
         "chunk_tokens",
         "counts",
+        "gate",
         "holders",
         "name",
         "namespace",
@@ -89,6 +94,7 @@ class Instance:
         "world_size",
     )
     namespace: NamespaceId | None
+    gate: GateFigures | None
 
     def __init__(self, name: str, world_size: int) -> None:
         self.name = name
@@ -101,6 +107,7 @@ class Instance:
         self.chunk_tokens = 0
         self.refusal = ""
         self.counts: Mapping[str, int] = {}
+        self.gate = None
         self._turns: Counter[int] = Counter()
 
     def members(self) -> Iterator[Client]:

@@ -46,6 +46,7 @@ from kvcellar.protocol.messages import (
     StatusReply,
 )
 from kvcellar.server.facts import status_with_metrics
+from kvcellar.server.gates import gate_table
 from kvcellar.server.inquiries import Inquiries
 from kvcellar.server.instances import Client, Instance
 from kvcellar.server.node import Node
@@ -90,6 +91,7 @@ class Requests:
             Ping: (_ANYONE, self._ping),
             Status: (_ANYONE, self._status),
             Goodbye: (_ANYONE, self._goodbye),
+            **gate_table(),
             **Inquiries(node).table(),
             **QuotaBook(node).table(),
             **self._tier_requests.table(),
@@ -281,7 +283,8 @@ class Requests:
         cleared = Cleared(request.id, chunks, size_bytes)
         return self._tier_requests.clear(client, request, cleared)
 
-    def _ping(self, _client: Client, request: Ping) -> Reply:
+    def _ping(self, client: Client, request: Ping) -> Reply:
+        client.heard_s = self._clock.monotonic_s()
         return Pong(request.id, self._node.boot_id)
 
     def _status(self, _client: Client, request: Status) -> Reply:
