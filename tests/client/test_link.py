@@ -80,6 +80,15 @@ def test_heartbeats_say_what_is_in_use_and_come_at_once_when_poked(make_link, se
     assert (second.leases, second.reservations, second.seen) == ((), (13,), 2)
 
 
+def test_heartbeats_say_what_the_client_counts(make_link, server):
+    link = make_link()
+    link.show_counts(lambda: {"stored": 3})
+    link.start()
+    link.wait_ready(5.0)
+    (first,) = server.wait_for("heartbeat", 1)
+    assert first.counts == {"stored": 3}
+
+
 def test_heartbeats_come_at_their_interval(make_link, server):
     link = make_link(heartbeat_s=0.05)
     link.start()

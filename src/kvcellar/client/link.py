@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvcellar.client.breaker import Breaker
 from kvcellar.client.handshake import open_session
 from kvcellar.client.options import ClientOptions, Identity
-from kvcellar.client.pulse import Held, Pulse
+from kvcellar.client.pulse import Counts, Held, Pulse
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock
 from kvcellar.errors import FatalError, KVCellarError, PeerClosedError, TimeoutExpiredError
@@ -72,6 +72,7 @@ class Link:
         self._clock = clock
         self._on_session = on_session
         self._held = held
+        self._counts: Counts | None = None
         self._client_id = os.urandom(16)
         self._breaker = Breaker()
         self._session: Session | None = None
@@ -93,6 +94,10 @@ class Link:
         if session is None or self._breaker.is_open or not session.is_open:
             return None
         return session
+
+    def show_counts(self, counts: Counts) -> None:
+        """Have heartbeats say what the client counts; asked on the keeper's thread."""
+        self._counts = counts
 
     def start(self) -> None:
         """Begin to connect in the background; call it once. Returns at once."""
@@ -233,6 +238,7 @@ class Link:
             heartbeat_s=self._options.heartbeat_s,
             held=self._held,
             breaker=self._breaker,
+            counts=self._counts,
         )
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)

@@ -7,7 +7,7 @@ beats more often: what it does not know to hold memory it does not prepare for c
 link's keeper thread alone.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from kvcellar.client.breaker import Breaker
 from kvcellar.client.session import Session
@@ -15,10 +15,12 @@ from kvcellar.clock import Clock
 from kvcellar.errors import MalformedError, TimeoutExpiredError
 from kvcellar.protocol.messages import Heartbeat, HeartbeatReply, Ping, Pong, Reply
 
-__all__ = ["Held", "Pulse"]
+__all__ = ["Counts", "Held", "Pulse"]
 
 Held = Callable[[], tuple[Collection[int], Collection[int]]]
 """Returns the leases and the reservations that are in use."""
+Counts = Callable[[], Mapping[str, int]]
+"""Returns what the client counts, by name."""
 
 _PING_PAUSE_S = 0.25
 _RETRY_S = 0.05
@@ -31,12 +33,13 @@ class Pulse:
 
     def __init__(
         self, session: Session, *, clock: Clock, heartbeat_s: float, held: Held | None,
-        breaker: Breaker,
+        breaker: Breaker, counts: Counts | None = None,
     ) -> None:  # fmt: skip
         self._session = session
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._held = held
+        self._counts = counts
         self._breaker = breaker
         self._beat_id: int | None = None
         self._next_beat_s = clock.monotonic_s()
@@ -121,8 +124,9 @@ class Pulse:
         # and is spared, and whatever has a lower one is noted already.
         seen = self._session.seen()
         leases, reservations = self._held() if self._held is not None else ((), ())
+        counts = dict(self._counts()) if self._counts is not None else {}
         return lambda request_id: Heartbeat(
-            request_id, leases=tuple(leases), reservations=tuple(reservations), seen=seen
+            request_id, tuple(leases), tuple(reservations), seen, counts
         )
 
     def _post(self, make: Callable[[int], Heartbeat | Ping]) -> int | None:

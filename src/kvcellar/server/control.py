@@ -28,9 +28,11 @@ from kvcellar.protocol.messages import PROTOCOL_VERSION, Hello, Role
 from kvcellar.server.child import ChildProcess, Program
 from kvcellar.server.deaths import DeathWatch
 from kvcellar.server.door import Door
+from kvcellar.server.http_watch import HttpWatch
 from kvcellar.server.listener import UnixListener
 from kvcellar.server.node import ArenaShape, Node
 from kvcellar.server.strangers import Strangers
+from kvcellar.server.taken import named
 from kvcellar.server.tiers import Tiers
 from kvcellar.server.unused import UnusedWatch
 from kvcellar.server.watermark import Watermark
@@ -119,6 +121,7 @@ class ControlServer:
         self._door = Door(self.node, self._strangers)
         self._listener: UnixListener | None = None
         self._http: ChildProcess | None = None
+        self._http_watch: HttpWatch | None = None
         self._http_sockets: list[socket.socket] = []
         self._socket_path: Path | None = None
         self._watermark = _watermark(self.node)
@@ -135,7 +138,7 @@ class ControlServer:
             ConfigError: a port or folder cannot be used.
         """
         config = self._config
-        tcp = listen_tcp(TcpAddress(config.host, config.port))
+        tcp = _listen(TcpAddress(config.host, config.port))
         port = int(tcp[0].getsockname()[1])
         try:
             self._http_sockets = await self._listen_http()
@@ -159,8 +162,10 @@ class ControlServer:
             self.node.tiers = self._make_tiers()
             self.node.tiers.start()
         self._http = self._make_http()
-        self._set_checks(self._listener, self._http)
+        self._http_watch = HttpWatch(self._http, self._clock)
+        self._set_checks(self._listener, self._http_watch)
         self._http.start()
+        self._http_watch.start()
         self._grower.start()
         if self.node.tiers is not None:
             await self.node.tiers.wait()
@@ -177,6 +182,8 @@ class ControlServer:
             self._listener.close()
         for sock in self._http_sockets:
             sock.close()
+        if self._http_watch is not None:
+            self._http_watch.stop()
         if self._http is not None:
             self._http.stop()
         if self.node.tiers is not None:
@@ -195,7 +202,7 @@ class ControlServer:
                 return listen_tcp(address)
             except ConfigError as error:
                 if "taken" not in str(error) or self._clock.monotonic_s() > deadline_s:
-                    text = str(error).replace("--port", "--http-port")
+                    text = str(named(error, address)).replace("--port", "--http-port")
                     raise ConfigError(text.replace("--host", "--http-host")) from error
             await asyncio.sleep(_HTTP_PORT_POLL_S)
 
@@ -225,7 +232,15 @@ class ControlServer:
             return f"@kvcellar/{port}/{self.node.boot_id.hex()[:8]}"
         folder = Path(self._config.socket_dir)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Only its last part: a mistyped path is to be seen, not made.
+            folder.mkdir(mode=0o700)
+            _log.info("socket folder made", folder=str(folder))
+        except FileExistsError:
+            pass
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"--socket-dir {folder}: {folder.parent} is not there: make it, or correct the path"
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"--socket-dir {folder}: cannot make the folder: {error.strerror}"
@@ -243,12 +258,14 @@ class ControlServer:
             pid=0,
             software=f"kvcellar {__version__} http",
         )
-        self._listener.attach_child(sock, hello, on_lost)
+        client = self._listener.attach_child(sock, hello, on_lost)
+        if self._http_watch is not None:
+            self._http_watch.attached(client)
 
     def _count_restart(self) -> None:
         self.node.meters.http_restarts += 1
 
-    def _set_checks(self, listener: UnixListener, http: ChildProcess) -> None:
+    def _set_checks(self, listener: UnixListener, http: HttpWatch) -> None:
         self.node.waits_for_bytes = lambda: self._grower.waits_for_bytes
         self.node.checks = {
             "arena": lambda: self._grower.failure or "",
@@ -273,6 +290,13 @@ class ControlServer:
             chunk_tokens=config.chunk_tokens,
             uids=",".join(str(uid) for uid in sorted({os.getuid(), 0, *config.client_uids})),
         )
+
+
+def _listen(address: TcpAddress) -> list[socket.socket]:
+    try:
+        return listen_tcp(address)
+    except ConfigError as error:
+        raise named(error, address) from error
 
 
 def _watermark(node: Node) -> Watermark | None:

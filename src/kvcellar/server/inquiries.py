@@ -65,6 +65,7 @@ class Inquiries:
         instance = client.instance
         now_s = self._node.clock.monotonic_s()
         self._store.catalog.departures.now_s = now_s
+        wrong = self._node.parts() | self._node.degraded()
         record = LookupRecord(
             when_s=now_s,
             instance=client.hello.instance_id,
@@ -82,7 +83,7 @@ class Inquiries:
             unit_tokens=request.unit_tokens,
             sketch=request.sketch,
             is_written=request.missing in self._store.catalog.writers,
-            broken=tuple(f"{name}: {text}" for name, text in self._node.parts().items() if text),
+            broken=tuple(f"{name}: {text}" for name, text in wrong.items() if text),
         )
         older = self._node.recent.add(record)
         self._count(record, older, instance.chunk_tokens if instance is not None else 0)

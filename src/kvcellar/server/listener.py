@@ -15,6 +15,7 @@ from kvcellar.protocol.messages import Hello, Role
 from kvcellar.server.bounds import ARRIVALS_MAX
 from kvcellar.server.deaths import pidfd_of_peer
 from kvcellar.server.handshake import Arrival
+from kvcellar.server.instances import Client
 from kvcellar.server.node import Node
 from kvcellar.server.requests import Requests
 from kvcellar.server.session import Session
@@ -64,7 +65,9 @@ class UnixListener:
         self._loop.add_reader(sock, self._accept)
         self._is_closed = False
 
-    def attach_child(self, sock: socket.socket, hello: Hello, on_lost: Callable[[], None]) -> None:
+    def attach_child(
+        self, sock: socket.socket, hello: Hello, on_lost: Callable[[], None]
+    ) -> Client:
         """Serve an inherited socket pair as a client that has said hello already.
 
         Args:
@@ -80,6 +83,7 @@ class UnixListener:
         session = Session(self._requests, on_lost=lost)
         session.client, _ = self._node.admit(hello, pidfd=None, connection=session)
         self._hand_over(sock, session)
+        return session.client
 
     def check(self) -> str:
         """Return what is wrong with the socket, empty text where nothing is."""

@@ -196,3 +196,30 @@ def test_a_wish_that_makes_no_sense_is_named_and_stores_nothing(params):
     ((key, value),) = params.items()
     assert wishes == RequestWishes(may_save=False, problem=wishes.problem)
     assert wishes.problem.startswith(f"{key}={value!r}: write ")
+
+
+@pytest.mark.parametrize(
+    ("key", "may_save", "problem"),
+    [
+        (
+            "kvcellar.skip_svae",
+            False,
+            "kvcellar.skip_svae is unknown: did you mean kvcellar.skip_save?",
+        ),
+        (
+            "lmcache.max_offload_token",
+            False,
+            "lmcache.max_offload_token is unknown: did you mean lmcache.max_offload_tokens?",
+        ),
+        (
+            "kvcellar.colour",
+            True,
+            "kvcellar.colour is unknown; known are skip_save and max_offload_tokens",
+        ),
+        ("lmcache.tag.user", True, ""),
+        ("other.skip_svae", True, ""),
+    ],
+)
+def test_a_mistyped_wish_is_named_and_stores_nothing_where_it_was_meant_so(key, may_save, problem):
+    wishes = read_wishes({key: True}, ("kvcellar.", "lmcache."))
+    assert wishes == RequestWishes(may_save=may_save, problem=problem)

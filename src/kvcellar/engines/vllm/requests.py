@@ -6,6 +6,7 @@ made when they are first needed, not when the request arrives, because a connect
 still shorten the prompt. Used by lookups and stores, kept by the scheduler half.
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from kvcellar.tenancy.names import tenant_of
 __all__ = ["RequestState", "RequestWishes", "read_wishes"]
 
 # Any: vLLM's Request, which its releases define differently.
+
+WISHES = ("skip_save", "max_offload_tokens")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ def read_wishes(params: Mapping[str, object] | None, prefixes: tuple[str, ...]) 
                 tokens_max = value
             else:
                 may_save, problem = False, f"{key}={value!r}: write a number of tokens"
+        elif name:
+            meant = difflib.get_close_matches(name, WISHES, n=1)
+            if meant:
+                # Who mistyped a wish about storing wanted less stored.
+                right = key.removesuffix(name) + meant[0]
+                may_save, problem = False, f"{key} is unknown: did you mean {right}?"
+            elif key.startswith("kvcellar."):
+                problem = f"{key} is unknown; known are {' and '.join(WISHES)}"
     return RequestWishes(may_save, tokens_max, problem)
 
 

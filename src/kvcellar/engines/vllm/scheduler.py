@@ -10,6 +10,7 @@ reported it. What goes wrong inside ends caching, not the engine: see `fuse`. Ma
 import itertools
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from kvcellar.client.link import Link
@@ -141,6 +142,7 @@ class SchedulerHalf:
             new_job_id=lambda: next(self._job_ids),
             clock=clock,
         )
+        self._link.show_counts(lambda: asdict(self.stores.counts))
 
     def bind_block_pool(self, pool: Any) -> None:
         """Take vLLM's block pool."""

@@ -7,6 +7,7 @@ kernel's parent-death signal both end it at once.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 
 import uvicorn
 
+from kvcellar.errors import KVCellarError
+from kvcellar.protocol.messages import Ping
 from kvcellar.server.http.admission import Admission
 from kvcellar.server.http.control_line import ControlLine
 from kvcellar.server.http.pages import Look, make_app
@@ -27,6 +30,7 @@ __all__ = ["main"]
 _PR_SET_PDEATHSIG = 1
 _CONNECTIONS_MAX = 256
 _KEEP_ALIVE_S = 15
+_SIGN_S = 1.0
 
 
 # Any: plain data, see `config.shown`.
@@ -54,6 +58,14 @@ def main(
     asyncio.run(_serve(line_fd, listener_fds, Admission(admin_token_file), look))
 
 
+async def _give_signs(line: ControlLine) -> None:
+    """Tell the control process every second that this one is not frozen."""
+    while True:
+        with contextlib.suppress(KVCellarError):
+            await line.call(Ping, timeout_s=_SIGN_S)
+        await asyncio.sleep(_SIGN_S)
+
+
 async def _serve(
     line_fd: int, listener_fds: Sequence[int], admission: Admission, look: Look
 ) -> None:
@@ -74,4 +86,7 @@ async def _serve(
         server_header=False,
     )
     server = uvicorn.Server(config)
+    # The loop keeps only a weak reference to a task.
+    signs = asyncio.create_task(_give_signs(line))
+    signs.add_done_callback(lambda task: task.cancelled() or task.exception())
     await server.serve(sockets=[socket.socket(fileno=fd) for fd in listener_fds])
