@@ -188,6 +188,14 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         """See `WorkerHalf.register_kv_caches`."""
         self._copying.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """See `WorkerHalf.leave_pages`; asked by releases that tell connectors of sleep."""
+        self._copying.leave_pages()
+
+    def restore_kv_caches(self) -> None:
+        """See `WorkerHalf.enter_pages`."""
+        self._copying.enter_pages()
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's jobs."""
         super().bind_connector_metadata(connector_metadata)

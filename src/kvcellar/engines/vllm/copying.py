@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvcellar.client.link import Link
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock
+from kvcellar.engines.access import PageAccess
 from kvcellar.engines.lane import Lane
 from kvcellar.engines.pages import Copier
 from kvcellar.engines.shelf import ArenaShelf, Hold
@@ -24,7 +25,7 @@ from kvcellar.engines.vllm.copies import Copied, ShardCopies
 from kvcellar.engines.vllm.metadata import JobResult, LoadJob, StoreJob
 from kvcellar.engines.vllm.outcomes import Outcomes
 from kvcellar.engines.vllm.settlements import Settlements
-from kvcellar.errors import KVCellarError
+from kvcellar.errors import KVCellarError, TimeoutExpiredError
 from kvcellar.layout.shard import EXACT
 from kvcellar.memory.arena import ArenaView
 from kvcellar.protocol.messages import Damaged, Loaded, Request
@@ -37,6 +38,8 @@ LOADS_MAX = 1024
 STORES_MAX = 256
 """Stores that may wait for the copy thread."""
 CLOSE_TIMEOUT_S = 0.3
+LEAVE_TIMEOUT_S = 10.0
+"""How long an engine that falls asleep waits for one batch of a copy, which takes milliseconds."""
 TELL_TIMEOUT_S = 0.25
 """How long what a load has to say may wait for the store lane's own conversation."""
 
@@ -95,6 +98,7 @@ class Copying:
         self._settlements = Settlements(link, shard=shard)
         self._clock = clock
         self._closing = threading.Event()
+        self._pages = PageAccess()
         self._toucher = Toucher(self._shelf, copier, ready=self._ready_steps, clock=clock)
         self._load_lane = Lane("kvcellar-loads", self._run_load, depth_max=LOADS_MAX)
         self._store_lane = Lane(
@@ -135,6 +139,23 @@ class Copying:
                 return
             self._shelf.give_back(hold)
         self._end_store(job, NOTHING)
+
+    def leave_pages(self) -> None:
+        """Touch the engine's pages no more until `enter_pages`; jobs end without a copy meanwhile.
+
+        Blocks until the batch that is being copied is over; idempotent.
+
+        Raises:
+            TimeoutExpiredError: it was not over in `LEAVE_TIMEOUT_S`; the pages must stay.
+        """
+        if not self._pages.close(timeout_s=LEAVE_TIMEOUT_S):
+            raise TimeoutExpiredError(
+                f"a copy still uses the KV cache after {LEAVE_TIMEOUT_S:.0f} s; it cannot be freed"
+            )
+
+    def enter_pages(self) -> None:
+        """Copy again; the pages are where they were. Idempotent."""
+        self._pages.open()
 
     def close(self) -> None:
         """End the threads and say goodbye; idempotent; takes less than a second.
@@ -238,11 +259,12 @@ class Copying:
     @contextlib.contextmanager
     def _reading(self, hold: Hold) -> Iterator[ArenaView | None]:
         """Give the arena for one chunk, or None when the copies have to end."""
-        if self._closing.is_set():
-            yield None
-            return
-        with self._shelf.reading(hold) as arena:
-            yield arena
+        with self._pages.using() as is_there:
+            if self._closing.is_set() or not is_there:
+                yield None
+                return
+            with self._shelf.reading(hold) as arena:
+                yield arena
 
     def _ready_steps(self) -> tuple[int, int]:
         """Return how many steps of the present arena are known to hold memory, and their size."""

@@ -135,6 +135,16 @@ class WorkerHalf:
         """Return the results of jobs that ended since the last call, None without any."""
         return self._copying.outcomes.take_report() if self._copying else None
 
+    def leave_pages(self) -> None:
+        """See `Copying.leave_pages`; called before an engine that falls asleep frees its pages."""
+        if self._copying is not None:
+            self._copying.leave_pages()
+
+    def enter_pages(self) -> None:
+        """See `Copying.enter_pages`; called when the pages are mapped again."""
+        if self._copying is not None:
+            self._copying.enter_pages()
+
     def close(self) -> None:
         """End all copies and the connection; idempotent; takes less than a second."""
         atexit.unregister(self.close)
