@@ -1,8 +1,8 @@
-"""The accelerator's copier, run by Triton's interpreter on host memory, against plain slices.
+"""The accelerator's copier against plain slices: on a GPU, or under Triton's interpreter.
 
 Triton decides when it is imported whether it interprets, so `test_copy_gpu` runs this file in a
-process of its own. The kernel's source is what a GPU runs. What the interpreter cannot show, such
-as streams that overlap, is checked on a GPU by `make bench-gpu`.
+process of its own, on host memory. `make test-gpu` runs it with compiled kernels on a GPU. What an
+interpreter cannot show, such as streams that overlap, is in `test_copy_device`.
 """
 
 import numpy as np
@@ -17,6 +17,10 @@ from kvcellar.errors import UnsupportedModelError
 from kvcellar.layout.shard import EXACT, EXACT_TOKENS, INT8, PageRegion, ShardLayout, Vectors
 from kvcellar.memory import seal
 
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+EXAMPLES = 6 if DEVICE == "cpu" else 12
+"""Each size of page is a kernel of its own, which a GPU's compiler takes a second for."""
+
 
 class Engine:
     """Runs of random pages, and what should be in a slot."""
@@ -27,10 +31,11 @@ class Engine:
         self.matrices = []
         for index, page in enumerate(page_sizes):
             stride = page + gap
-            memory = torch.from_numpy(rng.integers(0, 256, block_count * stride, dtype=np.uint8))
-            self.matrices.append(memory.numpy().reshape(block_count, stride)[:, :page])
+            random = rng.integers(0, 256, block_count * stride, dtype=np.uint8)
+            memory = torch.from_numpy(random).to(DEVICE)
+            self.matrices.append(memory.view(block_count, stride)[:, :page])
             storage = memory.untyped_storage()
-            run = PageRun((f"layer.{index}",), storage, "cpu", 0, stride, page, block_count)
+            run = PageRun((f"layer.{index}",), storage, DEVICE, 0, stride, page, block_count)
             self.runs.append(run)
         self.order = rng.permutation(block_count)
         self.block_bytes = sum(page_sizes)
@@ -39,13 +44,14 @@ class Engine:
         return list(self.order[: count * width].reshape(count, width).astype(np.int64))
 
     def slot_of(self, blocks):
-        return np.concatenate([pages[blocks].reshape(-1) for pages in self.matrices])
+        ids = torch.from_numpy(blocks).to(DEVICE)
+        return np.concatenate([pages[ids].cpu().numpy().reshape(-1) for pages in self.matrices])
 
 
 pages = st.integers(1, 3000).map(lambda words: words * 4)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     page_sizes=st.one_of(
         st.tuples(st.integers(1, 3), st.sampled_from([4096, 8192, 1152 * 4])).map(
@@ -80,7 +86,7 @@ def test_any_strided_run_of_pages_goes_there_and_back(page_sizes, count, width, 
     )
     assert good == count
     held_back = chunks[0][0]
-    assert all(not matrix[held_back].any() for matrix in engine.matrices)
+    assert not any(bool(matrix[held_back].any()) for matrix in engine.matrices)
     for matrix in engine.matrices:
         matrix[held_back] = 7
     copier.load(
@@ -138,7 +144,7 @@ class Heads:
         generator = torch.Generator().manual_seed(seed)
         shape = [blocks, *(sizes[axis] for axis in order), elements]
         self.memory = [
-            (torch.randn(shape, generator=generator) * 3).to(dtype).contiguous()
+            (torch.randn(shape, generator=generator) * 3).to(dtype).contiguous().to(DEVICE)
             for _ in range(layers)
         ]
         self.memory[0][0, 0, 0, 0] = 0  # A vector of zeros has no scale.
@@ -148,7 +154,7 @@ class Heads:
             str(dtype).removeprefix("torch."), elements, inner, 2 * tokens * heads
         )
         self.runs = [
-            PageRun((f"l{i}",), each.untyped_storage(), "cpu", 0, page, page, blocks)
+            PageRun((f"l{i}",), each.untyped_storage(), DEVICE, 0, page, page, blocks)
             for i, each in enumerate(self.memory)
         ]
         self.token_of = np.arange(self.vectors.count) // inner % tokens
@@ -157,7 +163,8 @@ class Heads:
         )
 
     def pages(self, layer, blocks):
-        return self.memory[layer][torch.from_numpy(blocks)].reshape(len(blocks), -1, self.elements)
+        ids = torch.from_numpy(blocks).to(DEVICE)
+        return self.memory[layer][ids].reshape(len(blocks), -1, self.elements).cpu()
 
     def encode(self, blocks):
         codes, scales, exact = [], [], []
@@ -174,6 +181,9 @@ class Heads:
             exact.append(own[0].view(torch.int16).numpy()[self.token_of < EXACT_TOKENS].tobytes())
         return b"".join([*codes, *scales, *exact])
 
+    def code_bytes(self, blocks):
+        return len(self.memory) * len(blocks) * self.vectors.count * self.elements
+
     def decoded(self, blocks):
         """What a load gives: near the original, and the first tokens as they were."""
         out = []
@@ -184,7 +194,15 @@ class Heads:
         return out
 
 
-@settings(max_examples=6, deadline=None)
+def assert_int8(slot, want, code_bytes):
+    """Check an encoded shard; a GPU fuses a product with a sum, so ties may go the other way."""
+    assert np.array_equal(slot[code_bytes:], want[code_bytes:])
+    apart = slot[:code_bytes].view(np.int8).astype(np.int16) - want[:code_bytes].view(np.int8)
+    assert np.abs(apart).max() <= (DEVICE != "cpu")
+    assert np.count_nonzero(apart) <= code_bytes / 1000
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     order=st.sampled_from(["kth", "kht", "htk", "thk"]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
@@ -213,7 +231,7 @@ def test_int8_is_what_numpy_computes_and_comes_back_near(  # noqa: PLR0917 - dra
     sums = copier.store(chunks, slots, fidelity=INT8, after=None)
 
     for blocks, slot, total in zip(chunks, slots, sums, strict=True):
-        assert bytes(slot) == engine.encode(blocks)
+        assert_int8(slot, np.frombuffer(engine.encode(blocks), np.uint8), engine.code_bytes(blocks))
         assert total == seal.partial_sum(slot, 0)
     wanted = [engine.decoded(blocks) for blocks in chunks]
     firsts = [[engine.pages(i, blocks)[0].clone() for i in range(layers)] for blocks in chunks]

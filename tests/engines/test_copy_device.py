@@ -1,6 +1,10 @@
-"""Pages of a CUDA device against the same slices on the host; skipped where there is none."""
+"""Pages of a CUDA device against the same slices on the host; skipped where there is none.
+
+What does not need a device is in `interpreted_copy_gpu`, which `make test-gpu` runs there as well.
+"""
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,6 +15,8 @@ from kvcellar.engines.copy_gpu import GpuCopier
 from kvcellar.engines.pages import NOT_WRITTEN, PageRun
 from kvcellar.layout.shard import EXACT
 from kvcellar.memory import seal
+from kvcellar.memory.arena import Arena, ArenaView
+from kvcellar.units import MIB
 
 pytestmark = [
     pytest.mark.engine,
@@ -154,3 +160,82 @@ def test_copies_made_in_another_thread_under_inference_mode_are_right(pages):
     thread.join(60)
     assert failures == []
     assert shard(storage, runs, [5, 6]) == shard(storage, runs, [1, 2])
+
+
+LAYERS, PAGE, POOL_BLOCKS, CHUNK_BLOCKS = 8, 16_384, 1200, 16
+
+
+def layered(storage):
+    """Each layer's pages after those of the layer before; K and V together in a page."""
+    return [
+        PageRun((f"l{i}",), storage, "cuda:0", i * POOL_BLOCKS * PAGE, PAGE, PAGE, POOL_BLOCKS)
+        for i in range(LAYERS)
+    ]
+
+
+def keys_apart(storage):
+    """Half a page of keys in one run, half a page of values in another."""
+    half = PAGE // 2
+    return [
+        PageRun((f"l{i}",), storage, "cuda:0", i * POOL_BLOCKS * half, half, half, POOL_BLOCKS)
+        for i in range(2 * LAYERS)
+    ]
+
+
+def packed(storage):
+    """All layers of a block together, in one run."""
+    size = LAYERS * PAGE
+    return [PageRun(("all",), storage, "cuda:0", 0, size, size, POOL_BLOCKS)]
+
+
+def interleaved(storage):
+    """Each block has all layers' pages, and each layer is a run that steps over the others."""
+    return [
+        PageRun((f"l{i}",), storage, "cuda:0", i * PAGE, LAYERS * PAGE, PAGE, POOL_BLOCKS)
+        for i in range(LAYERS)
+    ]
+
+
+@pytest.mark.parametrize("make_runs", [layered, keys_apart, packed, interleaved])
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_random_kv_that_left_the_device_comes_back_byte_for_byte(make_runs, is_registered):
+    """Any number of chunks goes to an arena, the pages are overwritten, and all of it is loaded."""
+    pool = torch.randint(0, 256, (POOL_BLOCKS * LAYERS * PAGE,), dtype=torch.uint8, device="cuda")
+    copier = open_copier(make_runs(pool.untyped_storage()))
+    size = copier.shard_bytes(CHUNK_BLOCKS, fidelity=EXACT)
+    arena_bytes = 160 * MIB
+    source = np.random.default_rng(3)
+    with closing(Arena.create(arena_bytes, arena_bytes)) as arena:
+        arena.grow_step(0)
+        with closing(ArenaView(arena.fd, arena_bytes)) as view:
+            if is_registered:
+                copier.adopt(view, start=0, stop=arena_bytes)
+            for count in (1, 2, 3, 7, 8, 16, 33, 64):
+                order = source.permutation(POOL_BLOCKS)[: count * CHUNK_BLOCKS].astype(np.int64)
+                chunks = list(order.reshape(count, CHUNK_BLOCKS))
+                places = source.permutation(arena_bytes // size)[:count] * size
+                slots = [np.frombuffer(view.view, np.uint8, size, at) for at in places]
+                before = pool.clone()
+                sums = copier.store(chunks, slots, fidelity=EXACT, after=copier.mark())
+                for slot, total in zip(slots, sums, strict=True):
+                    assert total == seal.partial_sum(slot, 0)
+                targets = [chunk.copy() for chunk in chunks]
+                targets[0][: CHUNK_BLOCKS // 2] = NOT_WRITTEN
+                for run in make_runs(pool.untyped_storage()):
+                    pages = pool[run.offset_bytes :].as_strided(
+                        (run.block_count, run.page_bytes), (run.stride_bytes, 1)
+                    )
+                    wanted = np.concatenate(targets)
+                    pages[torch.from_numpy(wanted[wanted >= 0]).cuda()] = 0xA5
+                assert not torch.equal(pool, before)
+                good = copier.load(
+                    slots,
+                    targets,
+                    fidelity=EXACT,
+                    is_sealed=lambda index, total, sums=sums: total == sums[index],
+                    after=copier.mark(),
+                )
+                assert good == count
+                assert torch.equal(pool, before)
+                del slots
+            copier.disown(view)

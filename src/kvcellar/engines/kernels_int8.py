@@ -17,9 +17,10 @@ from kvcellar.engines.kernels import LANES, ROWS_AT_ONCE, SLICE_ROWS, RunGroup, 
 from kvcellar.layout.shard import EXACT_TOKENS, Vectors
 from kvcellar.memory import seal
 
-__all__ = ["Int8Shape", "move_chunks", "sum_shards"]
+__all__ = ["VECTORS_AT_ONCE", "Int8Shape", "move_chunks", "sum_shards"]
 
-_VECTORS_AT_ONCE = 32
+VECTORS_AT_ONCE = 32
+"""Vectors of a program; a power of two. It changes no byte."""
 _WARPS = 4
 
 
@@ -83,7 +84,7 @@ def move_chunks(
         is_store: pages to staging, else staging to pages.
     """
     vectors = shape.vectors
-    slices = -(-vectors.count // _VECTORS_AT_ONCE)
+    slices = -(-vectors.count // VECTORS_AT_ONCE)
     _code[(blocks.shape[0] * shape.page_count * slices,)](
         group.bases,
         group.strides,
@@ -100,7 +101,7 @@ def move_chunks(
         COUNT=vectors.count,
         ELEMENTS=vectors.elements,
         WIDTH=triton.next_power_of_2(vectors.elements),
-        AT_ONCE=_VECTORS_AT_ONCE,
+        AT_ONCE=VECTORS_AT_ONCE,
         EXACT=min(EXACT_TOKENS, shape.block_tokens),
         IS_BF16=vectors.dtype == "bfloat16",
         IS_STORE=is_store,
