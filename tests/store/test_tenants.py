@@ -68,6 +68,18 @@ def test_a_lease_keeps_chunks_over_a_lowered_quota_until_it_ends():
     assert bed.pages_of("a") == 1
 
 
+def test_a_tenant_that_cannot_give_because_all_it_has_is_read_is_passed_over():
+    bed, one, two = shared()
+    one.put("p q r s t u")
+    two.put("w x y z")
+    held = one.lookup("p q r s t u")
+    two.put("n")
+    assert (bed.pages_of("a"), two.resident("w x y z n")) == (6, "w x y n")
+    one.release(held)
+    two.put("m")
+    assert (bed.pages_of("a"), bed.pages_of("b")) == (5, 5)
+
+
 def test_a_removed_chunk_stays_on_its_tenants_account_while_somebody_reads_it():
     bed, one, _ = shared()
     reserved = one.put("p")
