@@ -9,7 +9,6 @@ from kvcellar.compat.lmcache_cli import main
 from kvcellar.compat.lmcache_flags import LMCACHE_SERVER_FLAGS
 from kvcellar.config.flags import Takes, Verdict
 from kvcellar.config.load import load_server
-from kvcellar.config.server import settings
 from kvcellar.errors import ConfigError
 
 NEEDED = ("--l1-size-gb", "100", "--eviction-policy", "LRU")
@@ -18,34 +17,6 @@ GUIDE = (
     "--l1-size-gb 100 --eviction-policy LRU --chunk-size 256 --instance-id {}"
 )
 CODE = "import sys; from kvcellar.compat.lmcache_cli import main; sys.exit(main())"
-LMCACHE_FLAGS = """
---instance-id --transport --host --port --chunk-size --null-block-id --max-workers
---max-gpu-workers --max-cpu-workers --grpc-server-workers --hash-algorithm --engine-type
---supported-transfer-mode --isolated-ipc --no-isolated-ipc --runtime-plugin-locations
---runtime-plugin-config --shm-name --script-allowed-imports --run-script-api-enabled
---no-run-script-api-enabled --separate-object-groups --no-separate-object-groups
---worker-reap-timeout-seconds --session-ttl-seconds --worker-registration-grace-seconds
---enable-segmented-prefix --enable-dedup-content --enable-blend-reorder --enable
---kv-event-log-size --server-module --p2p-advertise-url --p2p-listen-url --p2p-lookup-timeout
---p2p-load-timeout --p2p-transfer-engine --http-host --http-port --coordinator-url
---coordinator-advertise-ip --coordinator-heartbeat-interval --coordinator-event-reporting
---coordinator-event-flush-interval --coordinator-event-transport
---coordinator-kafka-bootstrap-servers --coordinator-kafka-topic
---coordinator-kafka-delivery-timeout --coordinator-blend-timeout
---coordinator-blend-match-concurrency --coordinator-l2-event-reporting
---coordinator-l2-event-flush-interval --l1-size-gb --l1-use-lazy --no-l1-use-lazy
---l1-init-size-gb --l1-align-bytes --l1-use-hugepages --no-l1-use-hugepages --l1-devdax-path
---gds-l1-path --gds-l1-use-direct-io --no-gds-l1-use-direct-io --gds-l1-backend
---l1-write-ttl-seconds --l1-read-ttl-seconds --eviction-policy --eviction-trigger-watermark
---eviction-ratio --l2-store-policy --l2-prefetch-policy --l2-prefetch-max-in-flight
---periodic-notifier-interval-ms --l2-adapter --l1-manager --disable-observability
---disable-metrics --disable-grpc-metrics --disable-logging --enable-tracing --otlp-endpoint
---event-bus-queue-size --prometheus-port --metrics-sample-rate --lookup-hash-log-dir
---lookup-hash-log-rotation-interval --lookup-hash-log-rotation-max-size
---lookup-hash-log-max-files --enable-gc-monitor --gc-monitor-min-pause-ms
---gc-monitor-top-objects --enable-extra-logging --extra-logging-interval --trace-level
---trace-output
-"""
 
 
 def load(*words):
@@ -80,15 +51,6 @@ def test_the_guides_commands_mean_what_they_say(command, port, http_port, name):
     config = loaded.config
     assert (config.port, config.http_port, config.instance_id) == (port, http_port, name)
     assert (config.l1_bytes, config.chunk_tokens) == (100 << 30, 256)
-
-
-def test_every_lmcache_flag_has_exactly_one_place():
-    flags = set(LMCACHE_FLAGS.split())
-    own = [setting.flag for setting in settings()]
-    foreign = [flag.name for flag in LMCACHE_SERVER_FLAGS]
-    assert len(foreign) == len(set(foreign))
-    assert set(own) & set(foreign) == set()
-    assert flags == set(foreign) | (set(own) & flags)
 
 
 @pytest.mark.parametrize("flag", LMCACHE_SERVER_FLAGS, ids=lambda flag: flag.name)

@@ -12,6 +12,8 @@ __all__ = ["LMCACHE_SERVER_FLAGS"]
 
 _LATER = "not yet in kvcellar 0.1: "
 _NO_P2P = _LATER + "sharing between nodes; leave the flag out and each node caches for itself"
+_NO_PEERS = "no other node is asked in kvcellar 0.1"
+_NO_COORDINATOR = "there is no coordinator in kvcellar 0.1"
 _NO_FLEET = _LATER + "the coordinator; leave the flag out and each node caches for itself"
 _NO_BLEND = _LATER + "CacheBlend; leave the flag out"
 _NO_TRACE = _LATER + "tracing; leave the flag out and read /metrics on --http-port"
@@ -88,36 +90,34 @@ _SERVER = (
     _refused("--server-module", _NO_SCRIPT),
 )
 
-_P2P = tuple(
-    _refused(f"--p2p-{name}", _NO_P2P)
-    for name in (
-        "advertise-url",
-        "listen-url",
-        "lookup-timeout",
-        "load-timeout",
-        "transfer-engine",
-    )
+# Only the address turns it on; the others tune it, and alone they do nothing in LMCache either.
+_P2P = (
+    _refused("--p2p-advertise-url", _NO_P2P, fine=("",)),
+    _noted("--p2p-listen-url", _NO_PEERS, fine=("",)),
+    _noted("--p2p-lookup-timeout", _NO_PEERS, fine=("30",)),
+    _noted("--p2p-load-timeout", _NO_PEERS, fine=("30",)),
+    _noted("--p2p-transfer-engine", _NO_PEERS, fine=("nixl",)),
 )
 
 _COORDINATOR = (
+    _refused("--coordinator-url", _NO_FLEET, fine=("",)),
     *(
-        _refused(f"--coordinator-{name}", _NO_FLEET)
-        for name in (
-            "url",
-            "advertise-ip",
-            "heartbeat-interval",
-            "event-flush-interval",
-            "event-transport",
-            "kafka-bootstrap-servers",
-            "kafka-topic",
-            "kafka-delivery-timeout",
-            "blend-timeout",
-            "blend-match-concurrency",
-            "l2-event-flush-interval",
+        _noted(f"--coordinator-{name}", _NO_COORDINATOR, fine=(default,))
+        for name, default in (
+            ("advertise-ip", ""),
+            ("heartbeat-interval", "5"),
+            ("event-flush-interval", "1"),
+            ("event-transport", "http"),
+            ("kafka-bootstrap-servers", ""),
+            ("kafka-topic", "lmcache-cache-events"),
+            ("kafka-delivery-timeout", "300"),
+            ("blend-timeout", "1"),
+            ("blend-match-concurrency", "8"),
+            ("l2-event-flush-interval", "1"),
         )
     ),
     *(
-        _refused(f"--coordinator-{name}", _NO_FLEET, takes=Takes.NONE)
+        _noted(f"--coordinator-{name}", _NO_COORDINATOR, takes=Takes.NONE)
         for name in ("event-reporting", "l2-event-reporting")
     ),
 )
@@ -148,9 +148,14 @@ _OBSERVABILITY = (
     _noted("--event-bus-queue-size", "there is no event bus"),
     _noted("--prometheus-port", _PAGES),
     _noted("--metrics-sample-rate", "every request is counted"),
+    _refused("--lookup-hash-log-dir", _LATER + "logs of lookups; leave the flag out", fine=("",)),
     *(
-        _refused(f"--lookup-hash-log-{name}", _LATER + "logs of lookups; leave the flag out")
-        for name in ("dir", "rotation-interval", "rotation-max-size", "max-files")
+        _noted(f"--lookup-hash-log-{name}", "there is no log of lookups in kvcellar 0.1", fine=(value,))
+        for name, value in (
+            ("rotation-interval", "21600"),
+            ("rotation-max-size", "104857600"),
+            ("max-files", "100"),
+        )
     ),
     *(
         _noted(name, "the control loop makes no garbage that has to be searched for", takes=takes)

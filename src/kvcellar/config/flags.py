@@ -157,13 +157,25 @@ def _notes(foreign: Sequence[ForeignFlag], values: Mapping[str, object]) -> list
         if value is None:
             continue
         words = [str(word) for word in _as_list(value)]
-        if flag.fine and all(word in flag.fine for word in words):
+        if flag.takes == Takes.MANY and not words:
+            continue
+        if flag.fine and all(_is_one_of(word, flag.fine) for word in words):
             continue
         shown = flag.name if flag.takes == Takes.NONE else f"{flag.name} {' '.join(words)}".strip()
         if flag.verdict == Verdict.REFUSED:
             raise ConfigError(f"{shown}: {flag.reason}")
         notes.append(f"{shown} is accepted and changes nothing: {flag.reason}")
     return notes
+
+
+def _is_one_of(word: str, fine: Sequence[str]) -> bool:
+    """Return whether a value is one of these, as text or as a number."""
+    if word in fine:
+        return True
+    try:
+        return any(float(word) == float(value) for value in fine)
+    except ValueError:
+        return False
 
 
 def _as_list(value: object) -> list[object]:
