@@ -114,7 +114,7 @@ class WriteOutcome(IntEnum):
     WRITTEN = 0
     """It can be read from now on, also by the tier's next life where the tier is persistent."""
     PRESENT = 1
-    """A record of this key is there already, or being written by another call."""
+    """A record of this key is there already, or being written or removed by another call."""
     FULL = 2
     """No room: the cap, a full medium, or how much is used is not known yet after a start."""
     FAILED = 3

@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +35,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ZEROS = bytes(ALIGNMENT)
 
-Vectored = Callable[[int, Sequence[memoryview], int], int]
+Parts = Sequence[memoryview]
+Vectored = Callable[[int, Parts, int], int]
 _Result = TypeVar("_Result")
 
 
@@ -100,8 +102,16 @@ def write_chunk(temporary: Path, path: Path, write: ChunkWrite, *, direct: bool)
     return max(status.st_size, status.st_blocks * BLOCK_BYTES)
 
 
-def read_chunk(path: Path, want: ReadWant, *, direct: bool) -> tuple[tuple[int, ...], int]:
+def read_chunk(
+    path: Path, want: ReadWant, disk: AbstractContextManager[object], *, direct: bool
+) -> tuple[tuple[int, ...], int]:
     """Read a file into the views of `want` and prove every byte of it.
+
+    Args:
+        path: the file.
+        want: what it has to be, and where to.
+        disk: held while the file is read and not while its bytes are proved.
+        direct: with O_DIRECT.
 
     Returns:
         The shards' seals, and what the file occupies.
@@ -111,19 +121,9 @@ def read_chunk(path: Path, want: ReadWant, *, direct: bool) -> tuple[tuple[int, 
         OSError: it is not there, or cannot be read.
     """
     parts = _parts(want.shard_bytes, want.views, is_write=False)
-    fd = os.open(path, _READ | (os.O_DIRECT if direct else 0))
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedRecordError("not a file")
-        size_bytes = record_bytes(want.shard_bytes)
-        if status.st_size != size_bytes:
-            raise DamagedRecordError(f"{status.st_size} bytes instead of {size_bytes}")
-        if _move(os.preadv, fd, parts) != size_bytes:
-            raise DamagedRecordError("it ends too early")
-    finally:
-        os.close(fd)
-    return _prove(want, parts), status.st_blocks * BLOCK_BYTES
+    with disk:
+        occupied = _read(path, parts, record_bytes(want.shard_bytes), direct=direct)
+    return _prove(want, parts), occupied
 
 
 def read_header(path: Path, key: bytes) -> ChunkRecord:
@@ -158,6 +158,26 @@ def read_header(path: Path, key: bytes) -> ChunkRecord:
     if status.st_size != record_bytes(record.shard_bytes):
         raise DamagedRecordError(f"{status.st_size} bytes, not those of its shards")
     return record
+
+
+def _read(path: Path, parts: Parts, size_bytes: int, *, direct: bool) -> int:
+    """Read a whole file of exactly this size, and return what it occupies."""
+    try:
+        fd = os.open(path, _READ | (os.O_DIRECT if direct else 0))
+    except OSError as error:
+        # What is no file fails in many ways: a link with ELOOP, a pipe or folder with EINVAL.
+        if stat.S_ISREG(path.lstat().st_mode):
+            raise
+        raise DamagedRecordError("not a file") from error
+    try:
+        status = os.fstat(fd)
+        if status.st_size != size_bytes or not stat.S_ISREG(status.st_mode):
+            raise DamagedRecordError(f"{status.st_size} bytes instead of {size_bytes}")
+        if _move(os.preadv, fd, parts) != size_bytes:
+            raise DamagedRecordError("it ends too early")
+        return status.st_blocks * BLOCK_BYTES
+    finally:
+        os.close(fd)
 
 
 def _further_bytes(header: bytes) -> int:
@@ -196,7 +216,7 @@ def _parts(
     return parts
 
 
-def _prove(want: ReadWant, parts: Sequence[memoryview]) -> tuple[int, ...]:
+def _prove(want: ReadWant, parts: Parts) -> tuple[int, ...]:
     """Check a record that was read, and copy the rests of its shards to their views.
 
     Raises:
@@ -223,7 +243,7 @@ def _prove(want: ReadWant, parts: Sequence[memoryview]) -> tuple[int, ...]:
     return record.seals
 
 
-def _move(call: Vectored, fd: int, parts: Sequence[memoryview]) -> int:
+def _move(call: Vectored, fd: int, parts: Parts) -> int:
     """Read or write all parts from the file's beginning on; returns the bytes moved.
 
     Raises:

@@ -84,7 +84,9 @@ class FileSystemTier(Tier):
             may_evict=options.may_evict,
         )
         self._traffic = Traffic()
-        self._readers = ThreadPoolExecutor(options.workers, f"{options.name}-read")
+        # Twice as many threads as may read: while one half proves, the other keeps the disk busy.
+        self._readers = ThreadPoolExecutor(2 * options.workers, f"{options.name}-read")
+        self._disk = threading.BoundedSemaphore(options.workers)
         self._writers = ThreadPoolExecutor(-(-options.workers // 2), f"{options.name}-write")
         self._numbers = itertools.count()
         self._log_rate = OncePer(clock, _LOG_INTERVAL_S)
@@ -170,7 +172,7 @@ class FileSystemTier(Tier):
         for key in keys:
             if deadline.remaining_s() <= 0:
                 break
-            if self._index.look(key) is not Presence.MISSING or self._options.is_shared:
+            if self._index.may_have_file(key):
                 count += self._remove(key)
         return count
 
@@ -244,7 +246,7 @@ class FileSystemTier(Tier):
             return None
         path = self._folder.path(want.key)
         try:
-            seals, occupied = read_chunk(path, want, direct=self._direct)
+            seals, occupied = read_chunk(path, want, self._disk, direct=self._direct)
         except FileNotFoundError:
             self._remove(want.key)
             return None

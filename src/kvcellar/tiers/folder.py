@@ -155,7 +155,8 @@ class Folder:
             return -1
         path = self.base / _OWNER
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            # Read-only, so that the file system can be made so while we hold it.
+            fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             # Read-only: chunks can be served, and nobody can write them behind our back.
             if error.errno not in _READ_ONLY:
@@ -173,17 +174,12 @@ class Folder:
         except BaseException:
             os.close(fd)
             raise
-        self._sign(fd)
-        return fd
-
-    @staticmethod
-    def _sign(fd: int) -> None:
-        """Write who we are into the lock; a full disk must not keep us from reading."""
         try:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            path.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         except OSError as error:
+            # A full disk must not keep us from reading.
             _log.warning("owner not written", reason=error.strerror)
+        return fd
 
     def _prepare(self) -> None:
         try:

@@ -115,6 +115,11 @@ class ChunkIndex:
                 return Presence.MISSING
             return Presence.UNKNOWN
 
+    def may_have_file(self, key: bytes) -> bool:
+        """Return whether there may be a file of this key, if only a useless one."""
+        with self._lock:
+            return key in self._entries or self._gone is not None or self._is_shared
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Make keys the most recently used, the first of them last of all."""
         with self._lock:
