@@ -50,8 +50,8 @@ test-gpu: ## on a machine with a GPU: prove copies, engines that share it, and f
 quality: setup ## what int8 does to a real model's answers, beside fp8 and bf16's own noise
 	@OMP_NUM_THREADS=1 PYTHONPATH=src $(PY) -W ignore scripts/quality.py
 
-bench-gpu: ## on a machine with a GPU: check its copies and measure them beside plain DMA
-	@PYTHONPATH=src $(or $(wildcard $(PY)),python3) scripts/bench_gpu.py
+bench-gpu: ## on a machine with a GPU: copies, and TTFT beside vLLM alone and the peers (ARGS=…)
+	@PYTHONPATH=src:$(PYTHONPATH) $(or $(wildcard $(PY)),python3) scripts/bench_gpu.py $(ARGS)
 
 docs: setup ## write the generated pages; check links, commands and the journey
 	@$(PY) scripts/docs_config.py

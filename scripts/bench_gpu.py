@@ -1,249 +1,204 @@
 #!/usr/bin/env python3
-"""Measure and check the copies of a GPU: `make bench-gpu`, on a machine with one.
+"""The whole measurement on a GPU: `make bench-gpu`.
 
-Pages like those of Llama-3.1-8B (32 layers, 64 KiB a block and layer) go into a real arena and
-back, in the raw form and as int8, with the copier that the worker half uses. Every case is first
-shown to be right: raw bytes equal, int8 within half a step of its scale (and bf16's own rounding),
-first tokens exact, seals equal to the CPU's, one flipped bit found. Then it is timed, the fastest
-of five, beside the plain DMA of the same run, and a matrix product is timed alone and beside the
-copies. `--json FILE` keeps the figures.
+First the copies alone (`bench_gpu_copies.py`: rates beside plain DMA, the seal's cost, a matrix
+product beside them), then times to the first token of every case: vLLM alone first and last, its
+OffloadingConnector, LMCache, PegaFlow, kvcellar, kvcellar with int8. Beside each figure stands what
+it should be: own hit, plus the bytes over the DMA rate of this run, plus 5 ms.
+
+Every case leaves a file in the output folder when it is over, and a later call goes on with those
+that are missing; `--time-limit` ends a call in time. `report.md` and `report.json` are written
+after each case. `--device cpu` tries the driver with a small real model and no link. Needs
+PYTHONPATH=src where kvcellar is not installed.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-import torch
-import triton
+import msgspec
 
-from kvcellar.engines.copy_gpu import GpuCopier, open_gpu_copier
-from kvcellar.engines.pages import PageRun
-from kvcellar.layout.shard import EXACT, EXACT_TOKENS, INT8, Vectors
-from kvcellar.memory import seal
-from kvcellar.memory.arena import Arena, ArenaView
-from kvcellar.memory.slots import SlotAllocator
-from kvcellar.units import GIB
+from kvcellar.bench.layers import LAYERS, make_layer
+from kvcellar.bench.machine import machine_facts
+from kvcellar.bench.programs import Programs
+from kvcellar.bench.side_by_side import Engine, Work, keep, kept, measure_case
+from kvcellar.bench.side_by_side_report import Link, report
+from kvcellar.clock import SystemClock
 
-LAYERS, BLOCKS, TOKENS, HEADS, ELEMENTS = 32, 1600, 16, 8, 128
-CHUNK_BLOCKS = 16
-PAGE_BYTES = 2 * TOKENS * HEADS * ELEMENTS * 2
-KV_BYTES = CHUNK_BLOCKS * LAYERS * PAGE_BYTES
-ARENA_STEPS = 4
-COUNTS = (1, 2, 4, 8, 16, 64)
-ROUNDS = 5
-
-
-class Bench:
-    """Pages on the GPU, an arena that is registered with it, and the copier between them."""
-
-    def __init__(self) -> None:
-        """Make pages of random numbers and an arena of `ARENA_STEPS` GiB."""
-        shape = (BLOCKS, 2, TOKENS, HEADS, ELEMENTS)
-        self.pages = [
-            (torch.randn(shape, device="cuda") * 2).to(torch.bfloat16) for _ in range(LAYERS)
-        ]
-        runs = [
-            PageRun(
-                (f"layer.{index}",), each.untyped_storage(), "cuda:0", 0, PAGE_BYTES, PAGE_BYTES,
-                BLOCKS,
-            )
-            for index, each in enumerate(self.pages)
-        ]  # fmt: skip
-        vectors = Vectors("bfloat16", ELEMENTS, HEADS, 2 * TOKENS * HEADS)
-        self.copier: GpuCopier = open_gpu_copier(runs, vectors=vectors, block_tokens=TOKENS)
-        arena = Arena.create(ARENA_STEPS * GIB, GIB)
-        self.view = ArenaView(arena.fd, ARENA_STEPS * GIB)
-        self.slots = SlotAllocator(GIB)
-        started_s = time.perf_counter()
-        for step in range(ARENA_STEPS):
-            arena.grow_step(step)
-            self.copier.adopt(self.view, start=step * GIB, stop=(step + 1) * GIB)
-            self.slots.add_step(step * GIB, GIB)
-        self.prepare_s = (time.perf_counter() - started_s) / ARENA_STEPS
-
-    def case(self, fidelity: str, count: int) -> dict[str, float]:
-        """Check one case, then return its KV GB/s each way and both ways at once."""
-        size = self.copier.shard_bytes(CHUNK_BLOCKS, fidelity=fidelity)
-        offsets = [self.slots.allocate(size) for _ in range(count)]
-        slots = [np.frombuffer(self.view.view, np.uint8, size, at) for at in offsets]
-        order = np.random.default_rng(count).permutation(BLOCKS)[: count * CHUNK_BLOCKS]
-        chunks = list(order.reshape(count, CHUNK_BLOCKS).astype(np.int64))
-        sums = self._check(fidelity, chunks, slots)
-
-        def store() -> None:
-            self.copier.store(chunks, slots, fidelity=fidelity, after=None)
-
-        def load() -> None:
-            self.copier.load(
-                slots, chunks, fidelity=fidelity, is_sealed=lambda *_: True, after=None
-            )
-
-        def both() -> None:
-            other = threading.Thread(target=store)
-            other.start()
-            load()
-            other.join()
-
-        kv_gb = count * KV_BYTES / 1e9
-        figures = {"store": kv_gb / fastest(store), "load": kv_gb / fastest(load)}
-        figures["both"] = 2 * kv_gb / fastest(both)
-        assert len(sums) == count
-        for at in offsets:
-            self.slots.free(at, size)
-        return figures
-
-    def _check(self, fidelity: str, chunks: list[np.ndarray], slots: list[np.ndarray]) -> list[int]:
-        """Store, load and compare; leave the pages as they were."""
-        ids = torch.from_numpy(np.concatenate(chunks)).cuda()
-        wanted = [each[ids].clone() for each in self.pages]
-        sums = self.copier.store(chunks, slots, fidelity=fidelity, after=self.copier.mark())
-        assert all(
-            total == seal.partial_sum(slot, 0) for total, slot in zip(sums, slots, strict=True)
-        ), "a seal differs from the CPU's"
-        for each in self.pages:
-            each[ids] = float("nan")
-
-        def is_sealed(index: int, total: int) -> bool:
-            return total == sums[index]
-
-        # The arena's view can be written through another array; the slots cannot.
-        mutable = np.frombuffer(self.view.view, np.uint8)
-        at = slots[-1].ctypes.data - mutable.ctypes.data + 4097
-        self.view.view[at] ^= 8
-        good = self.copier.load(slots, chunks, fidelity=fidelity, is_sealed=is_sealed, after=None)
-        assert good == len(chunks) - 1, "a flipped bit was not found"
-        self.view.view[at] ^= 8
-        good = self.copier.load(slots, chunks, fidelity=fidelity, is_sealed=is_sealed, after=None)
-        assert good == len(chunks)
-        for each, want in zip(self.pages, wanted, strict=True):
-            compare(fidelity, each[ids], want)
-            each[ids] = want
-        return sums
+ROOT = Path(__file__).resolve().parent.parent
+KIT = Path(os.environ.get("KIT", Path.home() / "kit"))
+"""Where an engine and a model lie on a machine without a network; ignored where they do not."""
+COPIES = "copies"
+CASE_S = 200.0
+"""What a case takes where none has been measured yet."""
+GPU_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+CPU_ENVIRONMENT = {
+    **GPU_ENVIRONMENT,
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CACHE_ROOT": str(ROOT / ".stack" / "vllm-cache"),
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
-def compare(fidelity: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Raise where a load gave back what it must not."""
-    if fidelity == EXACT:
-        assert torch.equal(got, want), "raw bytes differ"
-        return
-    value = want.float()
-    step = value.abs().amax(-1, keepdim=True) * (1 / 127) * (1 + 2**-7)
-    error = (got.float() - value).abs()
-    assert bool((error <= 0.5 * step + value.abs() * 2**-8 + 1e-6).all()), "int8 is too far off"
-    first = slice(0, got.shape[0], CHUNK_BLOCKS)
-    exact = (first, slice(None), slice(0, EXACT_TOKENS))
-    assert torch.equal(got[exact], want[exact]), "the first tokens are not exact"
+def parse() -> argparse.Namespace:
+    """Return the options, with what depends on the device filled in."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default=",".join((COPIES, *LAYERS)), help="of them, with commas")
+    parser.add_argument("--out", type=Path, help="folder; default .stack/bench-gpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", type=Path, help="folder of the model; its weights are not read")
+    parser.add_argument("--lengths", help="tokens of the prompts, with commas")
+    parser.add_argument("--repeats", type=int, default=3, help="prompts of each length")
+    parser.add_argument("--burst", help="prompts x tokens, or 0x0")
+    parser.add_argument("--early", type=float, default=8.0, help="s of prompts right after a start")
+    parser.add_argument("--l1-gb", type=float, help="host memory of a layer")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs and async scheduling")
+    parser.add_argument("--again", action="store_true", help="measure what was measured already")
+    parser.add_argument("--time-limit", type=float, default=1e9, help="s; start no case behind it")
+    parser.add_argument("--gb-per-s", type=float, help="the link's rate, where copies are left out")
+    options = parser.parse_args()
+    is_gpu = options.device == "cuda"
+    folder = "bench-gpu" if is_gpu else "bench-cpu"
+    options.out = options.out or ROOT / ".stack" / (folder + "-graphs" * options.graphs)
+    options.model = options.model or (KIT / "m" if is_gpu else ROOT / ".stack" / "model")
+    options.lengths = options.lengths or ("1024,8192,32768,60000" if is_gpu else "600,1500")
+    options.burst = options.burst or ("16x16384" if is_gpu else "3x700")
+    options.l1_gb = options.l1_gb or (40.0 if is_gpu else 1.0)
+    options.cases = [name for name in options.cases.split(",") if name]
+    for name in options.cases:
+        if name not in (COPIES, *LAYERS):
+            parser.error(f"there is no case {name!r}, only {', '.join((COPIES, *LAYERS))}")
+    if not (options.model / "config.json").is_file():
+        parser.error(f"no model in {options.model}: --model names the folder with its config.json")
+    return options
 
 
-def fastest(action: Callable[[], None]) -> float:
-    """Return the seconds of the fastest of some runs, after one that does not count."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        torch.cuda.synchronize()
-        started_s = time.perf_counter()
-        action()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started_s)
-    return min(times[1:])
+def engine_of(options: argparse.Namespace) -> Engine:
+    """Return how vLLM is started on the device."""
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(options.model)]
+    if options.device == "cpu":
+        words += ["--max-model-len", "8192", "--dtype", "float32", "--enforce-eager"]
+        words += ["--disable-uvicorn-access-log"]
+        return Engine(words, CPU_ENVIRONMENT)
+    words += ["--load-format", "dummy", "--max-model-len", "65536"]
+    words += ["--max-num-batched-tokens", "8192", "--gpu-memory-utilization", "0.6"]
+    words += ["--attention-backend", "FLASH_ATTN", "--disable-uvicorn-access-log"]
+    words += ["--async-scheduling"] if options.graphs else ["--enforce-eager"]
+    return Engine(words, GPU_ENVIRONMENT)
 
 
-def dma_ceilings() -> dict[str, float]:
-    """Return GB/s of plain copies between the GPU and pinned memory, each way and both."""
-    device = [torch.empty(GIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    host = [torch.empty(GIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-
-    def out(stream: int = 0) -> None:
-        with torch.cuda.stream(streams[stream]):
-            host[0].copy_(device[0], non_blocking=True)
-
-    def back(stream: int = 0) -> None:
-        with torch.cuda.stream(streams[stream]):
-            device[1].copy_(host[1], non_blocking=True)
-
-    def both() -> None:
-        out(0)
-        back(1)
-
-    size_gb = GIB / 1e9
-    return {
-        "store": size_gb / fastest(out),
-        "load": size_gb / fastest(back),
-        "both": 2 * size_gb / fastest(both),
-    }
+def kv_bytes_a_token(options: argparse.Namespace) -> int:
+    """Return what a token's KV weighs, from the model's configuration."""
+    page = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    heads = page.get("num_key_value_heads", page["num_attention_heads"])
+    size = page.get("head_dim") or page["hidden_size"] // page["num_attention_heads"]
+    return int(
+        2 * page["num_hidden_layers"] * heads * size * (2 if options.device == "cuda" else 4)
+    )
 
 
-def beside_a_product(bench: Bench) -> dict[str, float]:
-    """Return the percent by which a matrix product is slower while copies run without a pause."""
-    left = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    size = bench.copier.shard_bytes(CHUNK_BLOCKS, fidelity=EXACT)
-    slots = [np.frombuffer(bench.view.view, np.uint8, size, index * size) for index in range(16)]
-    chunks = list(np.arange(16 * CHUNK_BLOCKS, dtype=np.int64).reshape(16, CHUNK_BLOCKS))
+def measure_copies(options: argparse.Namespace) -> None:
+    """Run the copies' own benchmark in a process of its own, which gives the GPU back."""
+    words = [sys.executable, str(ROOT / "scripts" / "bench_gpu_copies.py")]
+    words += ["--json", str(options.out / "copies.json")]
+    done = subprocess.run(words, check=False)
+    if done.returncode:
+        sys.exit(
+            f"bench-gpu: the copies failed with status {done.returncode}; nothing else was run"
+        )
 
-    def products() -> None:
-        for _ in range(60):
-            torch.matmul(left, left)
 
-    def store() -> None:
-        bench.copier.store(chunks, slots, fidelity=EXACT, after=None)
+def link_of(options: argparse.Namespace) -> Link:
+    """Return the link's rate: as given, or as the copies' benchmark found it."""
+    rate = options.gb_per_s
+    if rate is None and (options.out / "copies.json").is_file():
+        page = json.loads((options.out / "copies.json").read_text(encoding="utf-8"))
+        rate = page["dma"]["load"]
+    return Link(kv_bytes_a_token(options), rate)
 
-    def load() -> None:
-        bench.copier.load(slots, chunks, fidelity=EXACT, is_sealed=lambda *_: True, after=None)
 
-    def timed(copies: Callable[[], None] | None) -> float:
-        stop = threading.Event()
+def write_report(options: argparse.Namespace, work: Work) -> str:
+    """Write what is known by now, and return it as text."""
+    cases = [case for name in LAYERS if (case := kept(options.out, name)) is not None]
+    facts = machine_facts()
+    facts["run"] = f"{options.device}, {'CUDA graphs' if options.graphs else 'eager'}, {work}"
+    link = link_of(options)
+    facts["link"] = f"{link.gb_per_s} GB/s from host to device, {link.kv_bytes_a_token:,} KV bytes"
+    text = report(cases, link=link, facts=facts)
+    (options.out / "report.md").write_text(text, encoding="utf-8")
+    page = {"facts": facts, "cases": cases, "link": asdict(link)}
+    (options.out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(page)))
+    return text
 
-        def work() -> None:
-            while copies is not None and not stop.is_set():
-                copies()
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        seconds = fastest(products)
-        stop.set()
-        thread.join()
-        return seconds
-
-    rows: dict[str, list[float]] = {"store": [], "load": []}
-    for _ in range(3):
-        alone = timed(None)
-        rows["store"].append(timed(store) / alone * 100 - 100)
-        rows["load"].append(timed(load) / alone * 100 - 100)
-    return {way: sorted(values)[1] for way, values in rows.items()}
+def check_settings(options: argparse.Namespace, work: Work) -> None:
+    """Refuse to put figures of one kind of run beside those of another."""
+    path, now = options.out / "settings.txt", f"{work} {options.model} {options.l1_gb:g} GiB\n"
+    if path.is_file() and path.read_text(encoding="utf-8") != now and not options.again:
+        sys.exit(f"{options.out} has figures of other settings: --again or another --out")
+    path.write_text(now, encoding="utf-8")
 
 
 def main() -> int:
-    """Run everything, print a table, and return 0 if all was right."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="keep the figures in this file")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench-gpu needs a CUDA GPU that torch can use; there is none here")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    ceiling, bench = dma_ceilings(), Bench()
-    figures: dict[str, object] = {"dma": ceiling, "prepare_s_a_gib": bench.prepare_s}
-    print("plain DMA, GB/s: " + ", ".join(f"{way} {rate:.1f}" for way, rate in ceiling.items()))
-    print(f"arena faulted and registered in {bench.prepare_s:.2f} s a GiB")
-    print("KV GB/s (share of the DMA's rate): int8 moves about half the bytes of its KV")
-    for fidelity in (EXACT, INT8):
-        bench.copier.warm_up(fidelity=fidelity)
-        for count in COUNTS:
-            rates = bench.case(fidelity, count)
-            figures[f"{fidelity} {count}"] = rates
-            cells = [f"{way} {r:6.1f} ({r / ceiling[way]:4.0%})" for way, r in rates.items()]
-            print(f"{fidelity:5s} {count:3d} chunks  " + "  ".join(cells), flush=True)
-    figures["product_slower_percent"] = slower = beside_a_product(bench)
-    print("a matrix product beside raw copies is slower by " + ", ".join(
-        f"{percent:.1f} % ({way})" for way, percent in slower.items()
-    ))  # fmt: skip
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    return 0
+    """Measure what is missing, and return 0 if every case that was asked for is there."""
+    options, started_s = parse(), time.monotonic()
+    count, _, tokens = options.burst.partition("x")
+    lengths = [int(word) for word in options.lengths.split(",")]
+    work = Work(lengths, options.repeats, int(count), int(tokens), options.early)
+    options.out.mkdir(parents=True, exist_ok=True)
+    check_settings(options, work)
+    roots = [str(ROOT / "src"), str(KIT / "site") if (KIT / "site").is_dir() else ""]
+    roots.append(os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
+    sys.path[1:1] = [root for root in roots[1:] if root]
+    if COPIES in options.cases and (options.again or not (options.out / "copies.json").is_file()):
+        measure_copies(options)
+    programs, missing = Programs(options.out / "logs", SystemClock()), []
+    longest_s = CASE_S if options.device == "cuda" else 0.0
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - started_s:6.0f} s  {text}", flush=True)
+
+    try:
+        for name in [name for name in LAYERS if name in options.cases]:
+            case = None if options.again else kept(options.out, name)
+            if case is None or case.trouble:
+                if time.monotonic() - started_s + longest_s > options.time_limit:
+                    say(f"{name}: not begun, the time is nearly over; call again to go on")
+                    missing.append(name)
+                    continue
+                layer = make_layer(name, l1_gb=options.l1_gb)
+                case = measure_case(
+                    layer,
+                    engine_of(options),
+                    work=work,
+                    programs=programs,
+                    clock=SystemClock(),
+                    say=say,
+                )
+                keep(case, options.out)
+                write_report(options, work)
+                longest_s = max(case.took_s, longest_s if longest_s != CASE_S else 0.0)
+            if case.trouble:
+                missing.append(f"{name} ({case.trouble.partition(chr(10))[0]})")
+    finally:
+        programs.stop_all()
+    print(write_report(options, work))
+    if missing:
+        print(f"bench-gpu: without {', '.join(missing)}; everything is in {options.out}")
+    return int(bool(missing))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Which arena is mapped for whom and until when; on real sealed files."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,8 @@ def resident_bytes():
     return size_bytes
 
 
-def test_touching_maps_what_is_ready_and_nothing_else(shelf, clock):
+def test_touching_maps_what_is_ready_and_nothing_else(shelf, clock, caplog):
+    caplog.set_level(logging.INFO)
     before, ready = resident_bytes(), (1, MIB)
     toucher = Toucher(shelf, copier(), ready=lambda: ready, clock=clock)
     toucher.touch()
@@ -138,9 +140,11 @@ def test_touching_maps_what_is_ready_and_nothing_else(shelf, clock):
     toucher.touch()
     # The kernel maps a few neighbours with each page.
     assert MIB <= resident_bytes() - before < 2 * MIB
+    assert "arena is prepared" not in caplog.text
     ready = (SIZE // MIB, MIB)
     toucher.touch()
     assert resident_bytes() - before == SIZE
+    assert f"arena is prepared size_bytes={SIZE}" in caplog.text
     shelf.install(b"b", view())
     shelf.sweep()
     toucher.touch()

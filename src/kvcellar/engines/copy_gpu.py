@@ -79,6 +79,8 @@ class GpuCopier:
 
     batch_chunks = 64
     """Chunks that are copied behind one wait."""
+    forms: Mapping[str, Form]
+    """By fidelity."""
 
     def __init__(self, runs: Sequence[PageRun], forms: Mapping[str, Form]) -> None:
         """Copy pages in the given forms.
@@ -89,7 +91,7 @@ class GpuCopier:
         """
         self._device = torch.device(runs[0].device)
         self._module = torch.get_device_module(self._device)
-        self._forms = dict(forms)
+        self.forms = dict(forms)
         self.fidelities = frozenset(forms)
         self._block_count = min(run.block_count for run in runs)
         self._store_side = _Side(self._device)
@@ -102,7 +104,7 @@ class GpuCopier:
 
     def shard_bytes(self, chunk_blocks: int, *, fidelity: str) -> int:
         """See `Copier.shard_bytes`."""
-        return self._forms[fidelity].shard_bytes(chunk_blocks)
+        return self.forms[fidelity].shard_bytes(chunk_blocks)
 
     def mark(self) -> object:
         """Return an event behind everything that the step's stream was given until now."""
@@ -128,7 +130,7 @@ class GpuCopier:
         after: object,
     ) -> list[int]:
         """See `Copier.store`."""
-        form, side = self._forms[fidelity], self._store_side
+        form, side = self.forms[fidelity], self._store_side
         self._check(form, chunks, slots, lowest=0)
         side.provide(form.staging_bytes(len(chunks[0])))
         batch, sums = self._begin(side, chunks, after=after)
@@ -157,7 +159,7 @@ class GpuCopier:
         after: object,
     ) -> int:
         """See `Copier.load`; pages of a chunk that is not good are made zero."""
-        form, side = self._forms[fidelity], self._load_side
+        form, side = self.forms[fidelity], self._load_side
         self._check(form, chunks, slots, lowest=NOT_WRITTEN)
         side.provide(form.staging_bytes(len(chunks[0])))
         batch, sums = self._begin(side, chunks, after=after)

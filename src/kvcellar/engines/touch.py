@@ -13,10 +13,12 @@ from collections.abc import Callable
 from kvcellar.clock import Clock
 from kvcellar.engines.pages import Copier
 from kvcellar.engines.shelf import ArenaShelf
+from kvcellar.telemetry.logs import EventLog
 
 __all__ = ["Toucher"]
 
 _BUDGET_S = 0.5
+_LOG = EventLog("vllm.kvcellar.touch")
 
 
 class Toucher:
@@ -70,6 +72,9 @@ class Toucher:
                 stop = min(start + step_bytes, arena.size_bytes)
                 self._copier.adopt(arena, start=start, stop=stop)
                 self._steps_done += 1
+                if stop == arena.size_bytes:
+                    # Until this line copies may be slow; `make bench-gpu` waits for it.
+                    _LOG.info("arena is prepared", size_bytes=stop)
                 return True
         finally:
             self._shelf.give_back(hold)
