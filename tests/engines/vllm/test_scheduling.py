@@ -338,6 +338,26 @@ class TestResets:
         one.reset(connector=True)
         assert cellar.status()["kvcellar"]["chunks"] == 0
 
+    @pytest.mark.parametrize("by", ["the server", "this engine"])
+    def test_a_clear_while_a_load_runs_takes_nothing_from_under_it(
+        self, engine, prompt, cellar, by
+    ):
+        one, text = engine(delays=Delays(load=lambda: 20)), prompt(200)
+        one.ask(text)
+        one.reset()
+        loaded, request = one.loaded_tokens, one.add(text)
+        one.run_until(lambda: len(one.half.loads))
+        clear(cellar) if by == "the server" else one.half.reset_cache()
+        # Whoever comes next would get the slots, if they were free.
+        one.wait_bound()
+        for other in [prompt(200) for _ in range(3)]:
+            one.add(other)
+        one.run_until(lambda: one.asked[request].is_over)
+        assert one.loaded_tokens - loaded == 192
+        one.settle()
+        one.reset()
+        assert one.ask(text)[1] == 0
+
     def test_what_was_computed_before_is_not_stored_after(self, engine, prompt):
         """The weights may be others now; the request that runs still holds KV of the old ones."""
         one, text = engine(), prompt(40)
