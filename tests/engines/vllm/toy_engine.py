@@ -339,6 +339,8 @@ def make_config(
         "kv_connector_extra_config": {
             f"{key_prefix}port": port,
             "kvcellar.heartbeat_s": 0.2,
+            # No time of a toy's steps or copies means anything.
+            "kvcellar.gate": False,
             "kvcellar.lookup_timeout_s": WAIT_S,
             **(options or {}),
         },

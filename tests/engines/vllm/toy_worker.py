@@ -58,6 +58,7 @@ class ToyWorker:
     spoiled: set = field(default_factory=set)
     results: dict = field(default_factory=dict)
     loaded_tokens: int = 0
+    step: int = 0
 
     def __post_init__(self):
         self.pages = np.full((self.block_count, self.block_tokens), -1, dtype=np.int64)
@@ -94,6 +95,7 @@ class ToyWorker:
     def begin(self, metadata):
         for job in metadata.loads:
             self.jobs.append(_Job(job, is_load=True, steps=self.delays.load()))
+        self.step = metadata.step
         for job in metadata.stores:
             self.jobs.append(_Job(job, is_load=False, steps=self.delays.store()))
 
@@ -111,9 +113,9 @@ class ToyWorker:
         taken = (
             self.received,
             self.spoiled,
-            WorkerReport(self.results) if self.results else None,
+            WorkerReport(self.results, self.step) if self.results or self.step else None,
         )
-        self.received, self.spoiled, self.results = set(), set(), {}
+        self.received, self.spoiled, self.results, self.step = set(), set(), {}, 0
         return taken
 
     def _on_session(self, session):

@@ -54,6 +54,7 @@ class _Load(NamedTuple):
     job: LoadJob
     hold: Hold
     after: object
+    queued_s: float
 
 
 class _Store(NamedTuple):
@@ -122,7 +123,8 @@ class Copying:
         """Queue a load, or end it at once where it cannot be done."""
         hold = self._take(job)
         if hold is not None:
-            if self._load_lane.offer(_Load(job, hold, self._copier.mark())):
+            now_s = self._clock.monotonic_s()
+            if self._load_lane.offer(_Load(job, hold, self._copier.mark(), now_s)):
                 return
             self._shelf.give_back(hold)
         self._end_load(job, NOTHING)
@@ -184,8 +186,11 @@ class Copying:
         return self._shelf.take(job.boot_id)
 
     def _run_load(self, queued: _Load) -> None:
-        copied = NOTHING
+        copied, wait_s = NOTHING, 0.0
         try:
+            # Not a part of how fast loads are: compiling, and the loads before this one.
+            self._copier.warm_up(fidelity=queued.job.fidelity)
+            wait_s = self._clock.monotonic_s() - queued.queued_s
             self._closing.wait(self._delay_s)
             copied = self._copies.load(
                 queued.job, lambda: self._reading(queued.hold), after=queued.after
@@ -195,7 +200,7 @@ class Copying:
             # Said before the load is over: else the recomputed chunk may be offered while the
             # server still believes that it has it.
             self._tell_damage(queued.job, copied)
-            self._end_load(queued.job, copied)
+            self._end_load(queued.job, copied, wait_s=wait_s)
             self._tell_load(queued.job, copied)
 
     def _run_store(self, queued: _Store) -> None:
@@ -211,14 +216,14 @@ class Copying:
             self._shelf.give_back(queued.hold)
             self._end_store(job, copied)
 
-    def _end_load(self, job: LoadJob, copied: Copied) -> None:
+    def _end_load(self, job: LoadJob, copied: Copied, *, wait_s: float = 0.0) -> None:
         # The first block of the first chunk that failed, less those that were not ours to fill.
         first = max(0, copied.chunk_count * job.blocks_per_chunk - job.skip_blocks)
         self.outcomes.add_load(
             job.job_id,
             job.request_id,
             spoiled=job.block_ids[first:],
-            result=_result(copied, is_whole=copied.chunk_count == job.chunk_count),
+            result=_result(copied, is_whole=copied.chunk_count == job.chunk_count, wait_s=wait_s),
         )
 
     def _end_store(self, job: StoreJob, copied: Copied) -> None:
@@ -279,10 +284,11 @@ class Copying:
         self._shelf.sweep()
 
 
-def _result(copied: Copied, *, is_whole: bool) -> JobResult:
+def _result(copied: Copied, *, is_whole: bool, wait_s: float = 0.0) -> JobResult:
     return JobResult(
         ranks_done=int(is_whole),
         ranks_failed=int(not is_whole),
         size_bytes=copied.size_bytes,
         copy_s=copied.copy_s,
+        wait_s=wait_s,
     )

@@ -47,6 +47,7 @@ class Hit:
             `computed_tokens`.
         chunk_tokens: tokens a chunk.
         waiting: requests that wait behind this one.
+        may_shorten: whether the engine can compute on after a part of it.
     """
 
     prompt_tokens: int
@@ -54,6 +55,7 @@ class Hit:
     stop_chunk: int
     chunk_tokens: int
     waiting: int = 0
+    may_shorten: bool = True
 
     @property
     def first_chunk(self) -> int:
@@ -213,6 +215,8 @@ class Gate:
         engine gets free, and where the rest just fits into a step. So one of their neighbours is
         best, or the whole hit, or none of it; which spares looking at thousands of chunks.
         """
+        if not hit.may_shorten:
+            return
         one_step = -(-(hit.prompt_tokens - self.prefill.step_tokens) // hit.chunk_tokens)
         for kink in (one_step, self._shadow(hit)):
             for stop in (kink - 1, kink):

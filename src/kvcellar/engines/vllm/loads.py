@@ -43,6 +43,7 @@ class Loads:
         answer: Answer,
         *,
         block_ids: list[int],
+        chunk_stop: int,
         token_count: int,
     ) -> None:
         """Plan the load that vLLM has made room for; it leaves with the step's metadata.
@@ -52,29 +53,31 @@ class Loads:
             state: the request.
             answer: the lookup's, whose lease passes over to the load.
             block_ids: the request's whole block table.
-            token_count: tokens to load; they end where the answer's chunks end.
+            chunk_stop: the first of the answer's chunks that is not loaded.
+            token_count: tokens to load; they end where that chunk begins.
         """
         bound, block_tokens = answer.bound, self._block_tokens
-        stop = answer.count * bound.chunk_tokens
+        stop = chunk_stop * bound.chunk_tokens
         start = stop - token_count
+        assert chunk_stop <= answer.count, (chunk_stop, answer.count)
         assert start >= 0, (start, stop)
         assert start % block_tokens == 0, (start, block_tokens)
         assert len(block_ids) * block_tokens >= stop, (len(block_ids), stop)
         assert state.chain is not None
         first = start // bound.chunk_tokens
-        refs_at = first * bound.shard_count * REF_BYTES
+        chunk_refs = bound.shard_count * REF_BYTES
         job = LoadJob(
             job_id=job_id,
             request_id=state.request_id,
             boot_id=bound.session.boot_id,
-            keys=state.chain.joined(first, answer.count),
-            refs=answer.refs[refs_at:],
+            keys=state.chain.joined(first, chunk_stop),
+            refs=answer.refs[first * chunk_refs : chunk_stop * chunk_refs],
             shard_count=bound.shard_count,
             block_ids=block_ids[start // block_tokens : stop // block_tokens],
             skip_blocks=start // block_tokens - first * bound.blocks_per_chunk,
             fidelity=bound.session.welcome.fidelity,
         )
-        assert len(job.refs) == len(job.keys) // KEY_BYTES * bound.shard_count * REF_BYTES
+        assert len(job.refs) == len(job.keys) // KEY_BYTES * chunk_refs
         self._planned.append(job)
         self._running[job_id] = _Load(state, answer, token_count)
         state.receipt.open_job()

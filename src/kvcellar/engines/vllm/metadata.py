@@ -114,11 +114,13 @@ class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has 
         loads: to start as soon as the metadata is bound.
         stores: to start once the step's forward pass has been launched.
         chunk_tokens: tokens a chunk in the namespace of now; 0 until it is known.
+        step: the step's number, to be reported back; 0 where nobody asks for it.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     chunk_tokens: int = 0
+    step: int = 0
 
 
 @dataclass
@@ -130,12 +132,14 @@ class JobResult:
         ranks_failed: ranks that ended the job without that.
         size_bytes: bytes copied, over all ranks.
         copy_s: seconds of the slowest rank's copy, from its first byte to its last.
+        wait_s: seconds that the job waited for others, on the rank where it waited longest.
     """
 
     ranks_done: int = 0
     ranks_failed: int = 0
     size_bytes: int = 0
     copy_s: float = 0.0
+    wait_s: float = 0.0
 
 
 @dataclass
@@ -146,9 +150,11 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
 
     Attributes:
         jobs: what became of each job, by job id.
+        step: number of the step that has ended with this; 0 where nobody asked for it.
     """
 
     jobs: dict[int, JobResult] = field(default_factory=dict)
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Return the sum of two ranks' (or two steps') reports."""
@@ -161,5 +167,6 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
                 ranks_failed=mine.ranks_failed + result.ranks_failed,
                 size_bytes=mine.size_bytes + result.size_bytes,
                 copy_s=max(mine.copy_s, result.copy_s),
+                wait_s=max(mine.wait_s, result.wait_s),
             )
-        return WorkerReport(jobs)
+        return WorkerReport(jobs, max(self.step, other.step))

@@ -8,7 +8,7 @@ takes them. Part of the worker half.
 import threading
 from collections.abc import Iterable
 
-from kvcellar.engines.vllm.metadata import JobResult, WorkerReport
+from kvcellar.engines.vllm.metadata import JobResult
 
 __all__ = ["Outcomes"]
 
@@ -49,8 +49,8 @@ class Outcomes:
         spoiled, self._spoiled = self._spoiled, set()
         return spoiled
 
-    def take_report(self) -> WorkerReport | None:
-        """Return the results since the last call, None when there are none."""
+    def take_results(self) -> dict[int, JobResult]:
+        """Return the results since the last call, by job id."""
         with self._lock:
             results, self._results = self._results, {}
-        return WorkerReport(results) if results else None
+        return results

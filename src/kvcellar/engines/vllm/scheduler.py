@@ -21,6 +21,8 @@ from kvcellar.engines.vllm.autostart import ensure_server
 from kvcellar.engines.vllm.binding import Binder, Bound
 from kvcellar.engines.vllm.exchange import Exchange
 from kvcellar.engines.vllm.fuse import Fuse
+from kvcellar.engines.vllm.gate import Gate
+from kvcellar.engines.vllm.gatekeeping import Gatekeeper
 from kvcellar.engines.vllm.holdings import Holdings
 from kvcellar.engines.vllm.identity import engine_fields
 from kvcellar.engines.vllm.loads import Loads
@@ -40,7 +42,7 @@ from kvcellar.engines.vllm.versions import (
 )
 from kvcellar.errors import ConfigError, KVCellarError
 from kvcellar.keys.digest import FieldValue, engine_digest, field_digests
-from kvcellar.protocol.messages import Clear, Role
+from kvcellar.protocol.messages import Clear, GateReport, Role
 from kvcellar.telemetry.logs import EventLog, OncePer
 
 __all__ = ["SchedulerHalf"]
@@ -65,6 +67,7 @@ class SchedulerHalf:
         lookups: requests' questions and answers.
         loads: what the workers are to read.
         stores: what the workers are to write.
+        gatekeeper: decides whether a hit is loaded.
     """
 
     def __init__(
@@ -101,6 +104,12 @@ class SchedulerHalf:
         self._wish_prefixes = wish_prefixes
         self._hand_out = hand_out
         self._clock = SystemClock()
+        step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self.gatekeeper = Gatekeeper(
+            Gate(step_tokens=step_tokens, clock=self._clock),
+            is_on=options.gate,
+            clock=self._clock,
+        )
         self._wish_log = OncePer(self._clock, WISH_LOG_INTERVAL_S)
         self._states: dict[str, RequestState] = {}
         self._reports: dict[int, JobResult] = {}
@@ -152,6 +161,7 @@ class SchedulerHalf:
         """Note a request's arrival, and look it up already if the user wants that."""
         with self.fuse:
             state = self._state(request)
+            self.gatekeeper.arrive(state.request_id)
             if self._options.eager_prefetch and self._is_loadable(state):
                 self.lookups.start(state)
 
@@ -172,6 +182,8 @@ class SchedulerHalf:
                 if tokens and not self._is_usable(state, computed_tokens + tokens):
                     self.lookups.drop(state)
                     state.may_load, tokens = False, 0
+                if tokens:
+                    tokens = self._choose(state, computed_tokens, tokens)
                 return tokens, bool(tokens)
         return 0, False
 
@@ -184,18 +196,29 @@ class SchedulerHalf:
             external_tokens: what `matched_tokens` said, or 0: nothing is to be loaded (by us).
         """
         state = self._state(request)
-        if external_tokens == 0:
-            with self.fuse:
+        verdict = None
+        with self.fuse:
+            verdict = self.gatekeeper.admit(state.request_id, loads=external_tokens > 0)
+            if external_tokens == 0:
+                if verdict is not None:
+                    self.lookups.note_refusal(state)
                 self.lookups.drop(state)
+        if external_tokens == 0:
             return
         # Outside of the fuse: a load that vLLM waits for and nobody runs would never end.
+        answer, job_id = self.lookups.take(state), next(self._job_ids)
+        chunk_stop = verdict.stop_chunk if verdict is not None else answer.count
         self.loads.plan(
-            next(self._job_ids),
+            job_id,
             state,
-            self.lookups.take(state),
+            answer,
             block_ids=block_ids,
+            chunk_stop=chunk_stop,
             token_count=external_tokens,
         )
+        chunk_tokens = answer.bound.chunk_tokens
+        chunks = -(-external_tokens // chunk_tokens)
+        self.gatekeeper.begin_load(job_id, chunks * chunk_tokens)
 
     def build_metadata(self, scheduler_output: Any) -> ConnectorMetadata:
         """Return the step's jobs; called at the end of every step, also of an empty one."""
@@ -206,6 +229,10 @@ class SchedulerHalf:
             self._follow(scheduler_output, bound if is_storing else None)
             metadata.stores = self.stores.collect()
             metadata.chunk_tokens = bound.chunk_tokens if bound is not None else 0
+            for job in metadata.stores:
+                self.gatekeeper.begin_store(job.job_id, job.chunk_count * metadata.chunk_tokens)
+            metadata.step = self.gatekeeper.begin_step(scheduler_output.total_num_scheduled_tokens)
+            self._report(bound)
         self._exchange.start_step(is_idle=not scheduler_output.total_num_scheduled_tokens)
         return metadata
 
@@ -215,6 +242,7 @@ class SchedulerHalf:
             report = connector_output.kv_connector_worker_meta
             if not isinstance(report, WorkerReport):
                 return
+            self.gatekeeper.end_step(report.step)
             known = WorkerReport(self._reports).aggregate(report).jobs
             over = {
                 job_id: result
@@ -223,12 +251,14 @@ class SchedulerHalf:
             }
             self._reports = {id_: known[id_] for id_ in known.keys() - over.keys()}
             for job_id, result in over.items():
+                self.gatekeeper.end_job(job_id, result)
                 if not self.loads.end(job_id, result):
                     self.stores.end(job_id, result)
 
     def on_finished(self, request: Any) -> None:
         """Forget a request that ended in whatever way; its copies run on."""
         with self.fuse:
+            self.gatekeeper.leave(request.request_id)
             state = self._states.pop(request.request_id, None)
             if state is not None:
                 self.lookups.drop(state)
@@ -285,6 +315,18 @@ class SchedulerHalf:
             and not params.get("do_remote_prefill")
         )
 
+    def _choose(self, state: RequestState, computed_tokens: int, found_tokens: int) -> int:
+        bound = self._binder.current()
+        if bound is None:
+            return found_tokens
+        return self.gatekeeper.choose(
+            state,
+            computed_tokens=computed_tokens,
+            found_tokens=found_tokens,
+            chunk_tokens=bound.chunk_tokens,
+            may_shorten=self._can_resume,
+        )
+
     def _is_usable(self, state: RequestState, token_count: int) -> bool:
         """Whether the engine can go on after so many tokens that are there; see `support`."""
         return self._can_resume or token_count >= state.request.num_tokens - 1
@@ -294,7 +336,11 @@ class SchedulerHalf:
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._states:
                 self._states[request_id].block_ids = []
+                self.gatekeeper.leave(request_id)
+                self.gatekeeper.arrive(request_id)
         scheduled = scheduler_output.num_scheduled_tokens
+        total = scheduler_output.total_num_scheduled_tokens
+        is_measured = self.gatekeeper.measures(tokens=total, requests=len(scheduled))
         for request_id, block_ids, is_whole, computed in scheduled_tables(scheduler_output):
             state = self._states.get(request_id)
             if state is None:
@@ -304,11 +350,19 @@ class SchedulerHalf:
                 state.tokens_end = self._tokens_end(state)
             elif block_ids is not None:
                 state.block_ids += block_ids
+            if is_measured:
+                self.gatekeeper.schedule(state, computed=computed, count=scheduled[request_id])
             if bound is not None and state.may_save:
                 count = min(computed + scheduled[request_id], state.tokens_end)
                 # Of hundreds of requests that decode, this is all that a step looks at.
                 if state.has_new_chunks(bound, token_count=count):
                     self._offer(state, bound, computed_tokens=count)
+
+    def _report(self, bound: Bound | None) -> None:
+        """Tell the server what the gate has decided, if there is something new."""
+        if bound is not None and self.gatekeeper.has_news(bound.session):
+            figures = self.gatekeeper.figures()
+            self._exchange.tell(bound.session, lambda id_: GateReport(id_, figures))
 
     def _offer(self, state: RequestState, bound: Bound, *, computed_tokens: int) -> None:
         # Steps that are scheduled ahead count tokens that nobody has sampled yet.

@@ -57,6 +57,7 @@ class WorkerHalf:
         self._clock = clock or SystemClock()
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
+        self._step = 0
         self._copying: Copying | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, LayerTensor]) -> None:
@@ -110,6 +111,7 @@ class WorkerHalf:
         self.start_stores()
         self._loads = list(metadata.loads)
         self._stores = list(metadata.stores)
+        self._step = metadata.step
 
     def start_loads(self) -> None:
         """Start the step's loads, once; before or after its forward pass."""
@@ -132,8 +134,13 @@ class WorkerHalf:
         return self._copying.outcomes.take_spoiled() if self._copying else set()
 
     def report(self) -> WorkerReport | None:
-        """Return the results of jobs that ended since the last call, None without any."""
-        return self._copying.outcomes.take_report() if self._copying else None
+        """Return the results of jobs that ended since the last call, and that the step has ended.
+
+        None when there is neither.
+        """
+        jobs = self._copying.outcomes.take_results() if self._copying else {}
+        step, self._step = self._step, 0
+        return WorkerReport(jobs, step) if jobs or step else None
 
     def leave_pages(self) -> None:
         """See `Copying.leave_pages`; called before an engine that falls asleep frees its pages."""
