@@ -33,7 +33,7 @@ from kvcellar.layout.shard import ShardLayout
 from kvcellar.protocol.messages import Bind
 from kvcellar.telemetry.logs import EventLog
 
-__all__ = ["Binder", "Bound"]
+__all__ = ["Binder", "Bound", "holders_of"]
 
 log = EventLog("vllm.kvcellar.binding")
 
@@ -193,7 +193,7 @@ class Binder:
                 "divide into vectors of one token and head, of bfloat16 or float16, on an "
                 "accelerator; this engine's do not: start the server with --l1-codec raw"
             )
-        holders = _holders(layouts)
+        holders = holders_of(layouts)
         shards = [layouts[ranks[0]] for ranks in holders]
         chunk_tokens = -(-session.welcome.chunk_tokens // block_tokens) * block_tokens
         namespace = namespace_id(
@@ -242,7 +242,7 @@ class Binder:
             )
 
 
-def _holders(layouts: tuple[ShardLayout, ...]) -> tuple[tuple[int, ...], ...]:
+def holders_of(layouts: tuple[ShardLayout, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the ranks that hold each shard.
 
     Raises:
