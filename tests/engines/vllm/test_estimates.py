@@ -89,14 +89,14 @@ class TestFit:
         for _ in range(10):
             fit.observe((1.0, 1000, 500_000), 0.1)
         assert fit.predict_s((1.0, 1000, 500_000)) == pytest.approx(0.1, rel=0.01)
-        assert fit.slope_s(1) == pytest.approx(1e-4, rel=0.15)
+        assert fit.prices_s()[1] == pytest.approx(1e-4, rel=0.15)
 
     def test_what_is_old_is_forgotten(self):
         clock = FakeClock()
         fit = taught(linear(0.01, 2e-5, 1e-9), clock=clock)
         clock.advance(EXPIRE_S + 1)
         assert fit.predict_s((1.0, 100, 100)) is None
-        assert fit.slope_s(1) == 0.0
+        assert fit.prices_s() is None
 
 
 class TestRecent:

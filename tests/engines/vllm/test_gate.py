@@ -7,7 +7,7 @@ from tests.engines.vllm.gate_world import Machine, arrivals, compare
 
 from kvcellar.clock import FakeClock
 from kvcellar.engines.vllm.estimates import EXPIRE_S
-from kvcellar.engines.vllm.gate import EXPLORED_SHARE, MARGIN, MARGIN_S, Gate, Hit, Outcome
+from kvcellar.engines.vllm.gate import EXPLORED_SHARE, MARGIN, MARGIN_S, Gate, Hit, Outcome, _Ways
 from kvcellar.engines.vllm.speeds import Work, work_of
 
 pytestmark = pytest.mark.engine
@@ -137,9 +137,10 @@ class TestDecisions:
         one = hit(prompt, computed=computed, chunks=stop, waiting=waiting)
         verdict = gate.weigh(one)
         assert gate.weigh(one) == verdict
-        ways = {at: gate._way(one, at).cost_s for at in range(one.first_chunk, stop + 1)}
-        chosen_s = ways[verdict.stop_chunk or one.first_chunk]
-        best_s = min(ways.values())
+        ways = _Ways(one, gate.prefill.forecast(), gate.link.forecast(), gate.queue_s())
+        costs_s = {at: ways.way(at).cost_s for at in range(one.first_chunk, stop + 1)}
+        chosen_s = costs_s[verdict.stop_chunk or one.first_chunk]
+        best_s = min(costs_s.values())
         assert chosen_s <= (best_s * (1 + MARGIN) + MARGIN_S) * (1 + MARGIN) + MARGIN_S
 
 

@@ -104,15 +104,20 @@ class Fit:
         if base_s > 0.0:
             self._level.add(seconds / base_s)
 
+    def prices_s(self) -> tuple[float, ...] | None:
+        """Return the seconds that one unit of each feature costs now; None: nothing is known."""
+        self._forget_old()
+        if not self.count:
+            return None
+        factor = self._factor()
+        return tuple(coefficient * factor for coefficient in self._coefficients)
+
     def predict_s(self, features: Sequence[float]) -> float | None:
         """Return the seconds to expect; None when nothing is known."""
-        self._forget_old()
-        return self._base_s(features) * self._factor() if self.count else None
-
-    def slope_s(self, index: int) -> float:
-        """Return the seconds that one unit of a feature costs now; 0 when nothing is known."""
-        self._forget_old()
-        return self._coefficients[index] * self._factor()
+        prices_s = self.prices_s()
+        if prices_s is None:
+            return None
+        return sum(price_s * feature for price_s, feature in zip(prices_s, features, strict=True))
 
     def _factor(self) -> float:
         level = self._level.usual()
@@ -146,7 +151,7 @@ def _fit(
     # Scaled to a diagonal of ones, so that features of any unit are treated alike.
     scale = {index: matrix[index][index] ** 0.5 for index in used}
     best, best_gain = [0.0] * size, 0.0
-    for count in range(1, len(used) + 1):
+    for count in range(len(used), 0, -1):
         for chosen in combinations(used, count):
             rows = [
                 [
@@ -163,6 +168,8 @@ def _fit(
                 best, best_gain = [0.0] * size, gain
                 for index, value in zip(chosen, solution, strict=True):
                     best[index] = value / scale[index]
+                if count == len(used):
+                    return best
     return best
 
 

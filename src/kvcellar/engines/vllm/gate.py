@@ -12,7 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcellar.clock import Clock
-from kvcellar.engines.vllm.speeds import LoadSpeed, PrefillSpeed, work_of
+from kvcellar.engines.vllm.speeds import (
+    LoadForecast,
+    LoadSpeed,
+    PrefillForecast,
+    PrefillSpeed,
+)
 
 __all__ = ["Gate", "GateCounts", "Hit", "Outcome", "Verdict"]
 
@@ -144,11 +149,13 @@ class Gate:
 
     def weigh(self, hit: Hit) -> Verdict:
         """Decide about a hit; may be asked any number of times before it is `settle`d."""
-        computed, full = self._way(hit, hit.first_chunk), self._way(hit, hit.stop_chunk)
-        if computed is None or full is None:
+        prefill, link = self.prefill.forecast(), self.link.forecast()
+        if prefill is None or link is None:
             return Verdict(Outcome.TAKEN, hit.stop_chunk)
+        ways = _Ways(hit, prefill, link, self.queue_s())
+        computed, full = ways.way(hit.first_chunk), ways.way(hit.stop_chunk)
         loaded = full
-        shorter = min(self._shorter(hit), key=lambda way: way.cost_s, default=full)
+        shorter = min(ways.shorter(), key=lambda way: way.cost_s, default=full)
         if _is_clearly_worse(full.cost_s, shorter.cost_s):
             loaded = shorter
         if _is_clearly_worse(loaded.cost_s, computed.cost_s):
@@ -190,53 +197,62 @@ class Gate:
         """Return how long a request that comes now waits for those that run."""
         return max(0.0, self._busy_until_s - self._clock.monotonic_s())
 
-    def _way(self, hit: Hit, stop_chunk: int) -> _Way | None:
-        """Return what loading the chunks up to one comes to, None without knowledge."""
+
+class _Ways:
+    """What a hit's possible lengths come to, by what is known at one moment."""
+
+    def __init__(
+        self, hit: Hit, prefill: PrefillForecast, link: LoadForecast, queue_s: float
+    ) -> None:
+        self._hit = hit
+        self._prefill = prefill
+        self._link = link
+        self._queue_s = queue_s
+
+    def way(self, stop_chunk: int) -> _Way:
+        """Return what loading the chunks up to one comes to."""
+        hit, link = self._hit, self._link
         start = max(hit.computed_tokens, stop_chunk * hit.chunk_tokens)
         # Of a prompt that is there in full the last token is computed nevertheless.
         start = min(start, hit.prompt_tokens - 1)
-        rest_s = self.prefill.predict_s(work_of(start, hit.prompt_tokens))
-        ready_s: float | None = 0.0
-        copy_s = 0.0
+        rest_s = self._prefill.rest_s(start, hit.prompt_tokens)
+        ready_s = copy_s = 0.0
         if stop_chunk > hit.first_chunk:
-            tokens = (stop_chunk - hit.first_chunk) * hit.chunk_tokens
-            ready_s, copy_s = self.link.predict_s(tokens), self.link.copy_s(tokens)
-        if rest_s is None or ready_s is None:
-            return None
-        ttft_s = max(ready_s, self.queue_s()) + rest_s
-        others_s = hit.waiting * rest_s + len(self.link) * copy_s
-        others_s += rest_s * self.link.ending_within(rest_s)
+            copy_s = link.copy_s(self._loaded(stop_chunk))
+            ready_s = link.ahead_s + copy_s
+        ttft_s = max(ready_s, self._queue_s) + rest_s
+        others_s = rest_s * (hit.waiting + link.ending_within(rest_s)) + copy_s * link.loads
         return _Way(stop_chunk, ttft_s, ttft_s + others_s)
 
-    def _shorter(self, hit: Hit) -> Iterator[_Way]:
+    def shorter(self) -> Iterator[_Way]:
         """Yield the shorter loads that can be best.
 
         The cost is concave in the length but at two places: where the load is over just as the
         engine gets free, and where the rest just fits into a step. So one of their neighbours is
         best, or the whole hit, or none of it; which spares looking at thousands of chunks.
         """
+        hit = self._hit
         if not hit.may_shorten:
             return
-        one_step = -(-(hit.prompt_tokens - self.prefill.step_tokens) // hit.chunk_tokens)
-        for kink in (one_step, self._shadow(hit)):
+        one_step = -(-(hit.prompt_tokens - self._prefill.step_tokens) // hit.chunk_tokens)
+        for kink in (one_step, self._shadow()):
             for stop in (kink - 1, kink):
                 if hit.first_chunk < stop < hit.stop_chunk:
-                    way = self._way(hit, stop)
-                    if way is not None:
-                        yield way
+                    yield self.way(stop)
 
-    def _shadow(self, hit: Hit) -> int:
+    def _shadow(self) -> int:
         """Return the first stop whose load ends after the engine gets free."""
-        low, high = hit.first_chunk + 1, hit.stop_chunk
-        queue_s = self.queue_s()
+        low, high = self._hit.first_chunk + 1, self._hit.stop_chunk
         while low < high:
             middle = (low + high) // 2
-            ready_s = self.link.predict_s((middle - hit.first_chunk) * hit.chunk_tokens)
-            if ready_s is not None and ready_s <= queue_s:
+            if self._link.ready_s(self._loaded(middle)) <= self._queue_s:
                 low = middle + 1
             else:
                 high = middle
         return low
+
+    def _loaded(self, stop_chunk: int) -> int:
+        return (stop_chunk - self._hit.first_chunk) * self._hit.chunk_tokens
 
 
 def _is_clearly_worse(cost_s: float, other_s: float) -> bool:

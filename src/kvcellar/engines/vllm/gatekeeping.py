@@ -36,14 +36,15 @@ class _Step:
         began_s: when it was scheduled.
         after: the step that was in flight then; 0 for none.
         work: what it computes.
-        ready: requests whose prompt it completes and that are waited for.
+        ready: verdicts about requests whose prompt it completes, and when they were settled.
+            vLLM ends a request before it tells us of the step, so they are kept here.
     """
 
     number: int
     began_s: float
     after: int
     work: Work
-    ready: list[str]
+    ready: list[tuple[Verdict, float]]
 
 
 class Gatekeeper:
@@ -67,7 +68,7 @@ class Gatekeeper:
         self._number = 0
         self._ended = (0, 0.0)
         self._told: object = None
-        self._work, self._left, self._ready = Work(), Work(), list[str]()
+        self._work, self._left, self._ready = Work(), Work(), list[tuple[Verdict, float]]()
 
     def arrive(self, request_id: str) -> None:
         """Note that a request waits for its turn, for the first time or after a preemption."""
@@ -157,7 +158,7 @@ class Gatekeeper:
         if left > 0:
             self._left.add(stop, left)
         elif state.request_id in self._watched:
-            self._ready.append(state.request_id)
+            self._ready.append(self._watched.pop(state.request_id))
 
     def begin_step(self, tokens: int) -> int:
         """End the noting of a step that is given to the workers now, and return its number.
@@ -226,7 +227,5 @@ class Gatekeeper:
         if step.after in {0, ended}:
             began_s = max(step.began_s, ended_s)
             self.gate.prefill.observe(step.work, now_s - began_s)
-        for request_id in step.ready:
-            verdict, since_s = self._watched.pop(request_id, (None, 0.0))
-            if verdict is not None:
-                self.gate.judge(verdict, now_s - since_s)
+        for verdict, since_s in step.ready:
+            self.gate.judge(verdict, now_s - since_s)

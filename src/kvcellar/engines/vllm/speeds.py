@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from kvcellar.clock import Clock
 from kvcellar.engines.vllm.estimates import Fit, Recent
 
-__all__ = ["LoadSpeed", "PrefillSpeed", "Work", "work_of"]
+__all__ = [
+    "LoadForecast", "LoadSpeed", "PrefillForecast", "PrefillSpeed", "Work", "work_of",
+]  # fmt: skip
 
 PREFILL_SAMPLES_MIN = 3
 PREFILL_TOKENS_MIN = 16
 """Fewer tokens of a request in a step are decoding, or not worth a measurement."""
 PREFILL_SHARE_MIN = 0.75
 """A step with a smaller part of prefilled tokens says nothing about prefilling."""
+NOTHING_S = (0.0, 0.0, 0.0)
 JOBS_MAX = 4096
 """Jobs that are accounted for at once; what a lost report leaves behind goes first."""
 
@@ -76,16 +79,49 @@ class PrefillSpeed:
         if work.is_prefill:
             self._fit.observe((1.0, work.tokens, work.attended), seconds)
 
-    def predict_s(self, work: Work) -> float | None:
-        """Return the seconds to compute so much, None while that is not known."""
+    def forecast(self) -> "PrefillForecast | None":
+        """Return what is known now, None while that is not enough."""
         if self._fit.count < PREFILL_SAMPLES_MIN:
             return None
-        steps = max(1.0, work.tokens / self.step_tokens)
-        return self._fit.predict_s((steps, work.tokens, work.attended))
+        prices_s = self._fit.prices_s()
+        return PrefillForecast(self.step_tokens, *prices_s) if prices_s is not None else None
+
+    def predict_s(self, work: Work) -> float | None:
+        """Return the seconds to compute so much, None while that is not known."""
+        forecast = self.forecast()
+        return forecast.seconds(work.tokens, work.attended) if forecast is not None else None
 
     def token_s(self) -> float:
         """Return the seconds that one more token costs without context, 0 if not known."""
-        return self._fit.slope_s(1)
+        forecast = self.forecast()
+        return forecast.token_s if forecast is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillForecast:
+    """Prices of computing at one moment.
+
+    Attributes:
+        step_tokens: the most tokens that a step computes.
+        step_s: seconds a step.
+        token_s: seconds a token.
+        attended_s: seconds for each token that a token attends to.
+    """
+
+    step_tokens: int
+    step_s: float
+    token_s: float
+    attended_s: float
+
+    def seconds(self, tokens: int, attended: float) -> float:
+        """Return the seconds to compute so much; see `Work`."""
+        steps = max(1.0, tokens / self.step_tokens)
+        return steps * self.step_s + tokens * self.token_s + attended * self.attended_s
+
+    def rest_s(self, computed: int, stop: int) -> float:
+        """Return the seconds to compute the tokens [computed, stop) of one request."""
+        count = stop - computed
+        return self.seconds(count, count * (computed + 0.5 * count))
 
 
 @dataclass(slots=True)
@@ -115,7 +151,7 @@ class LoadSpeed:
 
     def begin_load(self, job_id: int, tokens: int) -> None:
         """Note a load that is given to the workers; it runs when those before it have ended."""
-        beside = self._beside(tokens)
+        beside = min(tokens, sum(self._stores.values()))
         sent_s = self._clock.monotonic_s()
         _bound(self._loads)
         self._loads[job_id] = _Load(tokens, beside, sent_s, self.copy_s(tokens))
@@ -149,46 +185,80 @@ class LoadSpeed:
                 fit.observe((1.0, load.tokens, load.beside), copy_s)
             self._extra.add(max(0.0, now_s - load.sent_s - wait_s - copy_s))
 
-    def ending_within(self, seconds: float) -> float:
-        """Return about how many of the loads that run or wait will end within a time from now."""
-        total_s = sum(load.copy_s for load in self._loads.values())
-        return len(self._loads) * min(1.0, seconds / total_s) if total_s > 0.0 else 0.0
-
-    def copy_s(self, tokens: int) -> float:
-        """Return the seconds that copying would take alone, 0 if not known."""
-        features = (1.0, tokens, self._beside(tokens))
-        return min(fit.predict_s(features) or 0.0 for fit in self._fits)
-
-    def predict_s(self, tokens: int) -> float | None:
-        """Return the seconds until a load that begins now is reported, None if not known.
+    def forecast(self) -> "LoadForecast | None":
+        """Return what is known now, None if nothing is.
 
         A load that takes longer than expected is news before it has ended: those behind it are
         expected to take as much longer.
         """
-        extra_s = self._extra.usual()
-        loads = list(self._loads.values())
+        extra_s, loads = self._extra.usual(), list(self._loads.values())
         if extra_s is None and not loads:
             return None
-        seconds = (extra_s or 0.0) + self.copy_s(tokens)
+        extra_s = extra_s or 0.0
+        sum_s = sum(load.copy_s for load in loads)
+        ahead_s = extra_s + sum_s
         if loads:
             running_s = self._clock.monotonic_s() - max(self._free_s, loads[0].sent_s)
-            seconds += max(0.0, loads[0].copy_s - running_s)
-            seconds += sum(load.copy_s for load in loads[1:])
-            late_s = running_s - loads[0].copy_s - (extra_s or 0.0)
-            seconds += max(0.0, late_s) * len(loads)
-        return seconds
+            late_s = running_s - loads[0].copy_s - extra_s
+            ahead_s += max(0.0, late_s) * len(loads) - min(running_s, loads[0].copy_s)
+        prices = tuple(fit.prices_s() or NOTHING_S for fit in self._fits)
+        return LoadForecast(ahead_s, prices, sum(self._stores.values()), len(loads), sum_s)
+
+    def copy_s(self, tokens: int) -> float:
+        """Return the seconds that copying would take alone, 0 if not known."""
+        prices = tuple(fit.prices_s() or NOTHING_S for fit in self._fits)
+        return LoadForecast(0.0, prices, sum(self._stores.values()), 0, 0.0).copy_s(tokens)
+
+    def predict_s(self, tokens: int) -> float | None:
+        """Return the seconds until a load that begins now is reported, None if not known."""
+        forecast = self.forecast()
+        return forecast.ready_s(tokens) if forecast is not None else None
 
     def bytes_per_s(self) -> float:
         """Return the rate of a long load over all ranks, 0 if not known."""
-        token_s = self._fits[0].slope_s(1)
+        _, token_s, _ = self._fits[0].prices_s() or NOTHING_S
         return self._token_bytes / token_s if token_s > 0.0 else 0.0
 
     def overhead_s(self) -> float:
         """Return what a load costs beside its tokens, 0 if not known."""
-        return (self._extra.usual() or 0.0) + self._fits[0].slope_s(0)
+        load_s, _, _ = self._fits[0].prices_s() or NOTHING_S
+        return (self._extra.usual() or 0.0) + load_s
 
-    def _beside(self, tokens: int) -> int:
-        return min(tokens, sum(self._stores.values()))
+
+@dataclass(frozen=True, slots=True)
+class LoadForecast:
+    """Prices of loading at one moment.
+
+    Attributes:
+        ahead_s: seconds that pass beside the copy itself, waiting for other loads included.
+        prices: for each explanation of what was seen: seconds a load, a token, and a token beside
+            a store.
+        stored: tokens that are being stored.
+        loads: loads that run or wait.
+        loads_s: seconds that these copy.
+    """
+
+    ahead_s: float
+    prices: tuple[tuple[float, ...], ...]
+    stored: int
+    loads: int
+    loads_s: float
+
+    def copy_s(self, tokens: int) -> float:
+        """Return the seconds that copying takes."""
+        beside = min(tokens, self.stored)
+        return min(
+            load_s + token_s * tokens + beside_s * beside
+            for load_s, token_s, beside_s in self.prices
+        )
+
+    def ready_s(self, tokens: int) -> float:
+        """Return the seconds until a load that begins now is reported."""
+        return self.ahead_s + self.copy_s(tokens)
+
+    def ending_within(self, seconds: float) -> float:
+        """Return about how many of the loads that run or wait will end within a time from now."""
+        return self.loads * min(1.0, seconds / self.loads_s) if self.loads_s > 0.0 else 0.0
 
 
 def _bound(jobs: dict[int, _Load] | dict[int, int]) -> None:
