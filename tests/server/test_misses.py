@@ -115,6 +115,13 @@ def test_what_the_store_did_with_the_chunk_is_the_reason(world, reason, word):
     assert miss.evidence["chunk"] == 1
 
 
+def test_a_sketch_that_was_cut_is_compared_as_far_as_it_goes(world):
+    there = record("a", salt=b"\x01" * 8)
+    miss = world.explain(there, record("b", when_s=50.0, found=1, sketch=sketch(1, 2, 3, 4, 5)))
+    assert miss.reason == "salt"
+    assert world.explain(there, record("c", found=1, sketch=b"")).reason == "new"
+
+
 def test_an_eviction_after_the_lookup_is_not_its_reason(world):
     world.departures.now_s = 95.0
     world.departures.note(MISSING, Reason.EVICTED)

@@ -15,7 +15,7 @@ from kvcellar.protocol.messages import Explain, Explained
 
 __all__ = ["run"]
 
-_LAST_MAX = 100
+_LAST_MAX = 50
 _LAST = Setting("last", "--last", "N", "How many requests, the newest first.", "", False, "10")
 
 

@@ -35,7 +35,7 @@ from kvcellar.telemetry.logs import EventLog
 
 __all__ = ["Inquiries"]
 
-EXPLAINED_MAX = 100
+EXPLAINED_MAX = 50
 _DIGEST_BYTES = 8
 _TOOLS = frozenset({Role.TOOL})
 

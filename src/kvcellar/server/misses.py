@@ -19,6 +19,8 @@ __all__ = ["Explainer", "Miss"]
 
 _ANSWERED = "answered"
 _SAME_TIME_S = 5.0
+_DIFFERENCES = 4
+"""What two lookups of the same tokens can differ in: engine, adapter, salt, image."""
 
 _OUTCOMES = {
     "late": "the server's answer did not come within the lookup's time; it was computed",
@@ -129,8 +131,11 @@ class Explainer:
         self, record: LookupRecord, chunk_tokens: int, span: Mapping[str, object], now_s: float
     ) -> _Finding:
         """Conclude from the lookup that is most like this one."""
-        end_units = (record.found + 1) * chunk_tokens // record.unit_tokens
-        nearest, units = self._nearest(record, end_units)
+        # A very long prompt's sketch is cut: what is behind its end is taken as equal.
+        end_units = min(
+            (record.found + 1) * chunk_tokens // record.unit_tokens, len(record.sketch) // 4
+        )
+        nearest, units = self._nearest(record, end_units) if end_units else (None, 0)
         if nearest is None:
             broken = f" ({'; '.join(record.broken)})" if record.broken else ""
             if broken:
@@ -154,18 +159,21 @@ class Explainer:
 
         Of those that go beyond the missing chunk, the one that differs from it in the least.
         """
+        wanted = record.sketch[: 4 * end_units]
         best: LookupRecord | None = None
-        best_rank = (0, 0)
-        best_units = 0
+        best_units, fewest = 0, _DIFFERENCES
         for other in self._recent.newest_first():
-            if other is record or other.unit_tokens != record.unit_tokens:
+            # Nearly all records fall here: only one that shares more than the best is looked at.
+            if not other.sketch.startswith(wanted[: 4 * best_units + 4]):
                 continue
-            if other.instance == record.instance and other.request == record.request:
+            if other.unit_tokens != record.unit_tokens or _is_same(record, other):
                 continue
-            units = min(_common_units(record.sketch, other.sketch), end_units)
-            rank = (units, -len(_differences(record, other)))
-            if units and rank > best_rank:
-                best, best_rank, best_units = other, rank, units
+            units = _common_units(wanted, other.sketch)
+            count = len(_differences(record, other))
+            if units > best_units or count < fewest:
+                best, best_units, fewest = other, units, count
+            if units == end_units and not count:
+                break
         return best, best_units
 
     def _other_name(
@@ -233,6 +241,10 @@ def _other_tokens(record: LookupRecord, units: int, evidence: dict[str, object])
         f"{first} and differs between tokens {first} and {last}"
     )
     return _Finding("tokens", text, evidence | {"equal_tokens": first, "differs_before": last + 1})
+
+
+def _is_same(record: LookupRecord, other: LookupRecord) -> bool:
+    return (record.instance, record.request) == (other.instance, other.request)
 
 
 def _differences(record: LookupRecord, other: LookupRecord) -> list[str]:
