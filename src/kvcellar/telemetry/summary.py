@@ -29,6 +29,8 @@ def status_lines(
     yield f"node {own['node']}: {state}, kvcellar {own['version']}, up {own['uptime_s']:.0f} s"
     for name, reason in broken.items():
         yield f"  {name}: {reason}"
+    for name, reason in own.get("degraded", {}).items():
+        yield f"  {name}: {reason} (misses, nothing else)"
     yield _memory(l1, own["arena"])
     yield f"chunks   {own['chunks']} complete ({l1['total_object_count']} objects)"
     yield (
@@ -37,6 +39,10 @@ def status_lines(
     )
     if metrics is not None:
         yield _hits(metrics)
+    for tier in page["storage_manager"].get("l2_adapters", ()):
+        trouble = f", {tier['trouble']}" if tier.get("trouble") else ""
+        used = format_bytes(tier["total_bytes_used"])
+        yield f"tier     {tier['name']}: {tier['stored_object_count']} chunks, {used}{trouble}"
     for instance in own["instances"]:
         yield from _instance(instance)
 

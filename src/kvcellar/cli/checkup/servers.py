@@ -83,6 +83,8 @@ def _health(page: dict[str, Any]) -> Iterator[Finding]:
         yield problem("server", "; ".join(broken), "look at its log; restart it if it stays so")
     else:
         yield ok("server", f"node {own['node']}, kvcellar {own['version']}, healthy")
+    for name, reason in own.get("degraded", {}).items():
+        yield problem(f"server {name}", f"{reason}; it costs misses only", "look at its log")
     waits_bytes = own["arena"]["waits_for_bytes"]
     if waits_bytes:
         yield problem(
