@@ -76,5 +76,5 @@ def check(tier, base, *, cap_bytes=0):
     assert du(base) <= usage.used_bytes
     if cap_bytes:
         assert usage.used_bytes <= cap_bytes
-    assert set(tier.keys()) == stored_keys(base)
+    assert set(tier.known_keys()) == stored_keys(base)
     assert unfinished(base) == []

@@ -224,7 +224,7 @@ class FileSystemTier(Tier):
         """Assert the index's invariants; linear, for tests."""
         self._index.check()
 
-    def keys(self) -> tuple[bytes, ...]:
+    def known_keys(self) -> tuple[bytes, ...]:
         """Return the keys that are known, the least recently used first."""
         return self._index.all_keys()
 
