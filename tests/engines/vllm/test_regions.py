@@ -194,6 +194,37 @@ def test_latent_and_indexer_layers_of_one_group_have_pages_of_their_own_size():
     assert_pages_are_plain(runs, tensors, 5)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "shared_as"),
+    [
+        ([MLAAttentionSpec], 0),
+        ([MLAAttentionSpec, MLAAttentionSpec], 0),
+        ([MLAAttentionSpec, FullAttentionSpec], None),
+        ([FullAttentionSpec], None),
+    ],
+)
+def test_only_latents_are_the_same_on_all_ranks(kinds, shared_as):
+    specs = {
+        str(index): kind(block_size=4, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
+        for index, kind in enumerate(kinds)
+    }
+    tensors = {
+        name: torch.zeros(5, spec.page_size_bytes // 2, dtype=torch.bfloat16)
+        for name, spec in specs.items()
+    }
+    group_spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
+    config = config_of(specs, 5, group_spec=group_spec)
+    layout = shard_layout(
+        engine_config(specs, rank=2),
+        config,
+        tensors,
+        runs=find_runs(config, tensors),
+        instruction_set="",
+    )
+    assert layout.shared_as == shared_as
+    assert layout.shard() == (2 if shared_as is None else 0)
+
+
 def test_layers_that_share_memory_are_copied_once():
     spec = attention_spec()
     tensors = placed_views(KVCacheLayout.LBHNC, spec, ["a", "b"], 3)
