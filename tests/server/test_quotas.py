@@ -1,16 +1,29 @@
 """Quotas on a real server, over HTTP and the commands, with engines that store and look up."""
 
 import json
+import os
 import random
+import signal
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx
 import pytest
 from tests.server.running import SHARD_BYTES, WAIT_S, RunningServer, eventually
+from tests.server.test_requests import NoDeaths, client
 
 from kvcellar.cli.main import main as kvcellar
+from kvcellar.clock import FakeClock
 from kvcellar.compat.lmcache_cli import main as lmcache
+from kvcellar.config.server import ServerConfig
+from kvcellar.memory.slots import SlotAllocator
+from kvcellar.protocol.messages import Quotas, Role, SetQuota
+from kvcellar.server.node import ArenaShape, Node
+from kvcellar.server.requests import Requests
+from kvcellar.store.machine import Store
+from kvcellar.store.policies import IsolatedLRU
 from kvcellar.tenancy.names import label_of
+from kvcellar.tenancy.shares import QUOTAS_MAX
 
 GB = 1 << 30
 FLAGS = ("--eviction-policy", "IsolatedLRU", "--l1-size-gb", str(256 * SHARD_BYTES / GB))
@@ -32,6 +45,16 @@ def web(server):
         yield client
         for salt in client.get("/quota").json()["users"]:
             client.delete(path_of(salt))
+
+
+def tier_pid(server):
+    """Return the process id of the server's tier process."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (found,) = [
+        child for child in children if "tiers.process" in Path(f"/proc/{child}/cmdline").read_text()
+    ]
+    return int(found)
 
 
 def path_of(salt):
@@ -214,6 +237,53 @@ def test_the_commands_set_show_list_and_remove(server, web, capsys):
     said = run("quota", "set", "x", "--limit-gb", "-1", *url, code=1, command=lmcache).err
     assert "answered 400" in said
     assert "--limit-gb is missing" in run("quota", "set", "x", *url, code=2, command=lmcache).err
+
+
+def test_a_quota_bounds_a_tenant_on_disk_as_well_and_outlives_the_tier_process(tmp_path):
+    """A server in a process, its tier process, and a real folder."""
+    disk = ("--disk-path", str(tmp_path / "disk"))
+    with RunningServer(*FLAGS, *disk) as server, httpx.Client(base_url=server.http) as web:
+
+        def on_disk(salt):
+            return round(web.get(path_of(salt)).json().get("disk_usage_gb", 0) * GB)
+
+        web.put("/quota/a", json={"limit_gb": LIMIT_GB, "disk_limit_gb": 8 * LIMIT_GB})
+        web.put("/quota/b", json={"limit_gb": LIMIT_GB})
+        with server.engine("disk") as engine:
+            engine.store(*range(1, 31), tenant="a")
+            engine.store(*range(101, 131), tenant="b")
+            eventually(lambda: on_disk("a") >= 30 * SHARD_BYTES)
+            eventually(lambda: on_disk("b") > 0)
+            assert on_disk("b") <= LIMIT_GB * GB
+            page = web.get("/quota/a").json()
+            assert page["disk_limit_gb"] == 8 * LIMIT_GB
+            web.put("/quota/a", json={"limit_gb": LIMIT_GB, "disk_limit_gb": 0})
+            eventually(lambda: on_disk("a") == 0)
+            os.kill(tier_pid(server), signal.SIGKILL)
+            eventually(lambda: server.status()["storage_manager"]["l2_adapters"])
+            engine.store(*range(31, 41), tenant="a")
+            engine.store(*range(201, 203), tenant="b")
+            eventually(lambda: on_disk("b") > 0)
+            assert on_disk("a") == 0
+
+
+def test_as_many_quotas_as_there_may_be():
+    made = Node(
+        ServerConfig(l1_bytes=1 << 20, eviction_policy="IsolatedLRU", instance_id="here"),
+        Store(SlotAllocator(1 << 20), IsolatedLRU()),
+        arena=ArenaShape(1 << 20, 1 << 20),
+        deaths=NoDeaths(),
+        clock=FakeClock(),
+    )
+    requests, tool = Requests(made), client(made, Role.TOOL)
+    for number in range(QUOTAS_MAX):
+        requests.answer(tool, SetQuota(number, f"t{number}", 1))
+    one_more = requests.answer(tool, SetQuota(1, "one more", 1))
+    assert (one_more.code, one_more.message[:20]) == ("limit", "10000 tenants have a")
+    changed = requests.answer(tool, SetQuota(1, "t7", None))
+    assert changed.quotas[0].limit_bytes == 1
+    assert len(requests.answer(tool, Quotas(1)).quotas) == QUOTAS_MAX - 1
+    assert requests.answer(tool, SetQuota(1, "one more", 1)).quotas[0].limit_bytes is None
 
 
 def test_a_server_that_keeps_no_quotas_says_so():

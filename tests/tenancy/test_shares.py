@@ -2,12 +2,10 @@
 
 from time import perf_counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.errors import LimitError
-from kvcellar.tenancy.shares import IDLE_TURNS, QUOTAS_MAX, Shares
+from kvcellar.tenancy.shares import IDLE_TURNS, Shares
 
 
 class Place:
@@ -140,18 +138,6 @@ def test_a_tenant_that_holds_nothing_is_forgotten_unless_it_has_a_quota():
     assert [tenant.name for tenant in place.shares] == ["b"]
     place.shares.set_limit("b", None)
     assert len(place.shares) == 0
-
-
-def test_there_is_a_bound_to_quotas():
-    shares = Shares(10)
-    for number in range(QUOTAS_MAX):
-        shares.set_limit(str(number), 1)
-    with pytest.raises(LimitError, match="10000 tenants have a quota"):
-        shares.set_limit("one more", 1)
-    shares.set_limit("7", 2)
-    shares.set_limit("7", None)
-    shares.set_limit("one more", 1)
-    shares.check()
 
 
 NAMES = st.sampled_from("abcde")

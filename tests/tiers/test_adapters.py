@@ -82,7 +82,7 @@ def test_a_key_without_a_meaning_is_explained_in_one_line(words, reason):
         ({"shared": 1}, ["shared 1", "true or false"]),
         ({"serde": {"type": "fp8"}}, ["serde", "come later", "--l1-codec int8"]),
         ({"eviction": {"policy": "LRU"}}, ["'policy'", "eviction_policy"]),
-        ({"eviction": {"eviction_policy": "ARC"}}, ["ARC", "LRU and noop"]),
+        ({"eviction": {"eviction_policy": "ARC"}}, ["ARC", "IsolatedLRU and noop"]),
         ({"eviction": {"eviction_ratio": 2}}, ["eviction_ratio 2", "from 0 to 1"]),
         ({"eviction": "LRU"}, ["eviction", "an object"]),
         ({"type": "s3"}, ["type s3", "comes later"]),

@@ -278,7 +278,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return a JSON object for each tier, in order; they may hold secrets."""
         if self.disk_path is None:
             return self.l2_adapters
-        disk: dict[str, str | float] = {"type": "fs", "base_path": self.disk_path}
+        disk: dict[str, object] = {"type": "fs", "base_path": self.disk_path}
+        if self.eviction_policy == "IsolatedLRU":
+            disk |= {"eviction": {"eviction_policy": "IsolatedLRU"}}
         if self.disk_bytes:
             disk |= {"max_capacity_gb": self.disk_bytes / GIB}
         return (json.dumps(disk), *self.l2_adapters)

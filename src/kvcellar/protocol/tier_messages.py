@@ -22,12 +22,14 @@ __all__ = [
     "Deleted",
     "Find",
     "Found",
+    "QuotasSet",
     "Read",
     "ReadDone",
     "Ready",
     "Refused",
     "Report",
     "Run",
+    "SetQuotas",
     "TierAnswer",
     "TierFacts",
     "TierNews",
@@ -128,6 +130,16 @@ class Wipe(_Message, tag="wipe", frozen=True, array_like=True):
     namespace: bytes
 
 
+class SetQuotas(_Message, tag="set_quotas", frozen=True, array_like=True):
+    """Bound what tenants may hold in each tier. Answer: `QuotasSet`, once they hold no more.
+
+    Attributes:
+        limits: bytes by tenant; None takes a quota away. Tenants not named keep theirs.
+    """
+
+    limits: dict[str, int | None]
+
+
 class Run(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive chunks that one tier has."""
 
@@ -161,6 +173,7 @@ class TierFacts(msgspec.Struct, frozen=True, array_like=True):
         write_s: seconds of all calls that wrote, added up.
         full_chunks: chunks for which it had no room.
         failures: calls that failed.
+        tenant_bytes: what tenants with a quota hold, as far as they are among the largest.
     """
 
     name: str
@@ -185,6 +198,7 @@ class TierFacts(msgspec.Struct, frozen=True, array_like=True):
     write_s: float = 0.0
     full_chunks: int = 0
     failures: int = 0
+    tenant_bytes: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Ready(_Message, tag="ready", frozen=True, array_like=True):
@@ -230,14 +244,18 @@ class Deleted(_Message, tag="deleted", frozen=True, array_like=True):
     count: int
 
 
+class QuotasSet(_Message, tag="quotas_set", frozen=True, array_like=True):
+    """The quotas are kept from now on."""
+
+
 class Report(_Message, tag="report", frozen=True, array_like=True):
     """Sent unasked, about twice a second, with id 0: the tier process lives."""
 
     tiers: tuple[TierFacts, ...]
 
 
-TierQuestion = Configure | Find | Read | Write | Delete | Wipe
-TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted
+TierQuestion = Configure | Find | Read | Write | Delete | Wipe | SetQuotas
+TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted | QuotasSet
 TierNews = TierAnswer | Report
 
 _ENCODER = msgspec.msgpack.Encoder()

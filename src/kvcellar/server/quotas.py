@@ -1,21 +1,22 @@
 """Tenants' quotas: set, removed and shown; and what pages show of tenants.
 
-A quota lives as long as the server. L1 keeps to it by itself; a tenant whose quota was lowered
-gives up the excess at once, some chunks at a time so that no lookup waits. Used by `requests`,
-on the control loop.
+A quota lives as long as the server. L1 and the tiers keep to it by themselves, as far as they are
+isolated; a tenant whose quota was lowered gives up the excess at once, in L1 some chunks at a time
+so that no lookup waits. Used by `requests`, on the control loop.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from kvcellar.errors import ConfigError, MalformedError
+from kvcellar.errors import ConfigError, LimitError, MalformedError
 from kvcellar.protocol.messages import QuotaList, Quotas, Reply, Role, SetQuota
 from kvcellar.protocol.quotas import QuotaFacts
 from kvcellar.server.instances import Client
 from kvcellar.server.node import Node
 from kvcellar.telemetry.logs import EventLog
 from kvcellar.tenancy.names import label_of, tenant_of
+from kvcellar.tenancy.shares import QUOTAS_MAX
 
 __all__ = ["QuotaBook"]
 
@@ -31,6 +32,7 @@ class QuotaBook:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._shares = node.store.catalog.shares
+        self._limits: dict[str, int] = {}
         self._disk_limits: dict[str, int] = {}
 
     # Any: each method takes its own message; the table pairs them.
@@ -42,16 +44,15 @@ class QuotaBook:
         tenant = tenant_of(request.tenant)
         _check_limit("limit_bytes", request.limit_bytes)
         _check_limit("disk_limit_bytes", request.disk_limit_bytes)
-        policy = self._node.config.eviction_policy
-        if policy != "IsolatedLRU" and request.limit_bytes is not None:
-            raise ConfigError(
-                f"quotas are kept with --eviction-policy IsolatedLRU; this server runs {policy}"
-            )
         before = self._facts(tenant)
-        self._shares.set_limit(tenant, request.limit_bytes)
+        self._limits.pop(tenant, None)
         self._disk_limits.pop(tenant, None)
-        if request.limit_bytes is not None and request.disk_limit_bytes is not None:
-            self._disk_limits[tenant] = request.disk_limit_bytes
+        if request.limit_bytes is not None:
+            self._check_new()
+            self._limits[tenant] = request.limit_bytes
+            if request.disk_limit_bytes is not None:
+                self._disk_limits[tenant] = request.disk_limit_bytes
+        self._apply(tenant)
         _log.info(
             "quota removed" if request.limit_bytes is None else "quota set",
             tenant=label_of(tenant),
@@ -59,19 +60,43 @@ class QuotaBook:
             disk_limit_bytes=request.disk_limit_bytes,
             used_bytes=before.used_bytes,
         )
-        self._shrink(tenant)
         return QuotaList(request.id, (before,))
 
+    def _check_new(self) -> None:
+        tiers, policy = self._node.tiers, self._node.config.eviction_policy
+        if not self._is_isolated and not (tiers is not None and tiers.keeps_quotas):
+            raise ConfigError(
+                f"quotas are kept with --eviction-policy IsolatedLRU; this server runs {policy}"
+            )
+        if len(self._limits) >= QUOTAS_MAX:
+            raise LimitError(f"{QUOTAS_MAX} tenants have a quota, as many as may: delete one first")
+
+    def _apply(self, tenant: str) -> None:
+        limit_bytes = self._limits.get(tenant)
+        if self._is_isolated:
+            self._shares.set_limit(tenant, limit_bytes)
+            self._shrink(tenant)
+        if self._node.tiers is not None:
+            disk_limit_bytes = self._disk_limits.get(tenant, limit_bytes)
+            self._node.tiers.set_quota(tenant, disk_limit_bytes)
+
     def _show(self, _client: Client, request: Quotas) -> Reply:
-        if request.tenant is not None:
-            names = [tenant_of(request.tenant)]
-        else:
-            names = [tenant.name for tenant in self._shares.limited()]
+        names = list(self._limits) if request.tenant is None else [tenant_of(request.tenant)]
         return QuotaList(request.id, tuple(self._facts(name) for name in names))
 
     def _facts(self, name: str) -> QuotaFacts:
-        tenant = self._shares.tenant(name)
-        return QuotaFacts(name, tenant.limit_bytes, tenant.used_bytes, self._disk_limits.get(name))
+        tiers = self._node.tiers
+        return QuotaFacts(
+            name,
+            self._limits.get(name),
+            self._shares.tenant(name).used_bytes,
+            self._disk_limits.get(name),
+            tiers.tenant_bytes(name) if tiers is not None else 0,
+        )
+
+    @property
+    def _is_isolated(self) -> bool:
+        return self._node.config.eviction_policy == "IsolatedLRU"
 
     def _shrink(self, tenant: str) -> None:
         if self._node.store.shrink(tenant):

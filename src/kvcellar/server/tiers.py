@@ -10,7 +10,7 @@ more than misses, and nothing in here waits. Wired by `control`, used by `reques
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvcellar.clock import Clock
@@ -25,6 +25,7 @@ from kvcellar.protocol.tier_messages import (
     Ready,
     Refused,
     Report,
+    SetQuotas,
     TierAnswer,
     TierFacts,
     TierQuestion,
@@ -65,6 +66,7 @@ class Tiers:
 
     Attributes:
         count: how many are configured.
+        keeps_quotas: whether any of them bounds what tenants hold.
         meters: what is counted here.
         fetches: from the tiers into the arena.
         writes: from the arena into the tiers.
@@ -105,6 +107,8 @@ class Tiers:
         )
         self.meters = meters = TierMeters()
         self.count = len(adapters)
+        self.keeps_quotas = any(adapter.options.is_isolated for adapter in adapters)
+        self._quotas: dict[str, int] = {}
         self.fetches = Fetches(
             store,
             meters,
@@ -221,6 +225,22 @@ class Tiers:
         """Write chunks behind that have just become visible."""
         self.writes.offer(self._owner if self.is_up else OwnerId(0), reservation)
 
+    def set_quota(self, tenant: str, limit_bytes: int | None) -> None:
+        """Bound what a tenant may hold in each tier, now and in later lives of their process."""
+        if limit_bytes is None:
+            self._quotas.pop(tenant, None)
+        else:
+            self._quotas[tenant] = limit_bytes
+        self._send_quotas({tenant: limit_bytes})
+
+    def tenant_bytes(self, tenant: str) -> int:
+        """Return what a tenant with a quota holds in all tiers, as they last said."""
+        return sum(tier.tenant_bytes.get(tenant, 0) for tier in self.facts)
+
+    def _send_quotas(self, limits: Mapping[str, int | None]) -> None:
+        if self.keeps_quotas and limits:
+            self.ask(lambda id_: SetQuotas(id_, dict(limits)), _ignore)
+
     def remove(self, keys: bytes) -> None:
         """Remove chunks from every tier: their bytes were found damaged."""
         for at in range(0, len(keys), self.batch_max * KEY_BYTES):
@@ -267,6 +287,7 @@ class Tiers:
         if isinstance(answer, Ready):
             self._refusal = None
             self._take(answer.tiers)
+            self._send_quotas(self._quotas)
             self._settled.set()
             _log.info("tiers are there", tiers=",".join(tier.name for tier in answer.tiers))
         elif isinstance(answer, Refused):

@@ -19,13 +19,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import nlargest
 
-from kvcellar.errors import LimitError
 from kvcellar.tenancy.ranking import Rank, Ranking, Tenant
 
 __all__ = ["IDLE_TURNS", "QUOTAS_MAX", "Shares"]
 
 IDLE_TURNS = 4
 QUOTAS_MAX = 10_000
+"""How many tenants may have a quota; kept by who takes them in."""
 _RESERVE = 9
 """Quotas get at most nine parts where tenants without one get one."""
 
@@ -112,16 +112,9 @@ class Shares:
             self._others_by_age.move_to_end(tenant)
 
     def set_limit(self, name: str, limit_bytes: int | None) -> Tenant:
-        """Give a tenant a quota, or take it away with None; return the tenant.
-
-        Raises:
-            LimitError: there are `QUOTAS_MAX` already.
-        """
+        """Give a tenant a quota, or take it away with None; return the tenant."""
         assert limit_bytes is None or limit_bytes >= 0, limit_bytes
         tenant = self.tenant(name)
-        is_new = tenant.limit_bytes is None and limit_bytes is not None
-        if is_new and len(self._limited) >= QUOTAS_MAX:
-            raise LimitError(f"{QUOTAS_MAX} tenants have a quota, as many as may: delete one first")
         was_offered = tenant.place >= 0
         if was_offered:
             self.withdraw(tenant)

@@ -52,6 +52,7 @@ class FileSystemOptions(msgspec.Struct, frozen=True, kw_only=True):
         is_shared: other processes, here or on other nodes, use the folder as well.
         keeps_chunks: False removes all chunks at start.
         may_evict: least recently used chunks leave for new ones; False keeps what is there.
+        is_isolated: they leave by their tenants' shares and quotas (docs/tenants.md).
     """
 
     name: str
@@ -63,6 +64,7 @@ class FileSystemOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_shared: bool = False
     keeps_chunks: bool = True
     may_evict: bool = True
+    is_isolated: bool = False
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -206,10 +208,13 @@ def _eviction(where: str, value: object) -> _Answer:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ConfigError(f"{where}: {key} {share}: write a share from 0 to 1")
     policy = value.get("eviction_policy", "LRU")
-    if policy not in {"LRU", "noop"}:
-        raise ConfigError(f"{where}: eviction_policy {policy}: this tier knows LRU and noop")
+    if policy not in {"LRU", "IsolatedLRU", "noop"}:
+        raise ConfigError(
+            f"{where}: eviction_policy {policy}: this tier knows LRU, IsolatedLRU and noop"
+        )
     note = "has no watermark: room is made when a chunk needs it, and for no more than it needs"
-    return {"may_evict": policy == "LRU"}, note if len(value) > ("eviction_policy" in value) else ""
+    found = {"may_evict": policy != "noop", "is_isolated": policy == "IsolatedLRU"}
+    return found, note if len(value) > ("eviction_policy" in value) else ""
 
 
 def _serde(where: str, value: object) -> _Answer:

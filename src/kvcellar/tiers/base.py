@@ -282,6 +282,15 @@ class Tier(ABC):
         """Return why it cannot be used now, "" while it can; from memory, never raises."""
         return ""
 
+    def set_quotas(self, limits: Mapping[str, int | None]) -> None:  # noqa: B027 - see `touch`.
+        """Bound what these tenants may hold here; a tier that knows no tenants ignores it.
+
+        Blocks while what is too much is removed. Never raises.
+
+        Args:
+            limits: bytes by tenant; None takes a quota away. Tenants not named keep theirs.
+        """
+
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - forgetting is a fair answer.
         """Count the keys as used now, the last first, so that a prefix leaves from its tail.
 

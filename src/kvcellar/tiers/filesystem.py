@@ -10,7 +10,7 @@ record is as it is, is in docs/decisions/0008.
 import errno
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvcellar.clock import Clock
@@ -71,7 +71,7 @@ class FileSystemTier(Tier):
         """
         self._options = options
         self._clock = clock
-        self._index = ChunkIndex(is_shared=options.is_shared)
+        self._index = ChunkIndex(is_shared=options.is_shared, is_isolated=options.is_isolated)
         self._folder = Folder(options.base_path, options.temporary_dir, is_shared=options.is_shared)
         self._direct = options.direct and self._folder.can_bypass_the_page_cache()
         if options.direct and not self._direct:
@@ -202,6 +202,12 @@ class FileSystemTier(Tier):
             is_complete=self._index.is_complete,
         )
 
+    def set_quotas(self, limits: Mapping[str, int | None]) -> None:
+        """Keep tenants within these bounds from now on."""
+        self._index.set_limits(limits)
+        for tenant in limits:
+            self._room.shrink(tenant)
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Move keys to the end of the order."""
         self._index.touch(keys)
@@ -291,7 +297,9 @@ class FileSystemTier(Tier):
             known = self._index.look(record.key) is Presence.THERE
             return (WriteOutcome.PRESENT if known else WriteOutcome.FULL), ""
         try:
-            has_room = self._room.reserve(record.key, record_bytes(record.shard_bytes))
+            has_room = self._room.reserve(
+                record.key, record_bytes(record.shard_bytes), record.tenant
+            )
             if not has_room:
                 return (WriteOutcome.PRESENT if has_room is None else WriteOutcome.FULL), ""
         except OSError as error:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 from kvcellar.tiers.base import TENANTS_MAX, ChunkRecord
+from kvcellar.tiers.turns import Turns
 
 __all__ = ["ChunkIndex", "Presence"]
 
@@ -51,17 +52,20 @@ class _Entry:
 class ChunkIndex:
     """The chunks of one folder; thread-safe."""
 
-    def __init__(self, *, is_shared: bool = False) -> None:
+    def __init__(self, *, is_shared: bool = False, is_isolated: bool = False) -> None:
         """Make an empty one.
 
         Args:
             is_shared: others write to the folder, so files may be found at any time.
+            is_isolated: chunks leave by their tenants' shares and not by their use alone.
         """
         self._is_shared = is_shared
+        self._is_isolated = is_isolated
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
-        self._writing: dict[bytes, int] = {}  # key -> reserved bytes
-        self._tenants: Counter[str] = Counter()
+        self._writing: dict[bytes, tuple[int, str]] = {}  # key -> reserved bytes, for whom
+        self._turns = Turns()
+        self._capacity_bytes = 0
         self._namespaces: dict[bytes, bytes] = {}
         self._fixed: dict[str, int] = {}  # folders by name, and "" for files that are not ours
         self._leaving: dict[bytes, int] = {}  # key -> bytes of a file that is being removed
@@ -99,11 +103,27 @@ class ChunkIndex:
     def tenant_bytes(self) -> Mapping[str, int]:
         """Return the bytes of the largest tenants; the others and unknown ones under ""."""
         with self._lock:
-            named = Counter(self._tenants)
-        rest = named.pop("", 0)
-        top = dict(named.most_common(TENANTS_MAX - 1))
-        rest += named.total() - sum(top.values())
-        return {**top, "": rest} if rest else top
+            return self._turns.tenant_bytes(TENANTS_MAX)
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Say how much the folder may hold; tenants share what is not taken by other things."""
+        with self._lock:
+            self._capacity_bytes = capacity_bytes
+
+    def set_limits(self, limits: Mapping[str, int | None]) -> None:
+        """Give these tenants quotas, or take them away with None; kept if it is isolated."""
+        with self._lock:
+            self._turns.set_limits(limits)
+
+    def over_bytes(self, tenant: str) -> int:
+        """Return by how much a tenant is over its quota, writes that run included."""
+        with self._lock:
+            return self._turns.over_bytes(tenant) if self._is_isolated else 0
+
+    def oldest_of(self, tenant: str) -> bytes | None:
+        """Return which of a tenant's keys has to leave first, None when there is none."""
+        with self._lock:
+            return self._turns.next_of(tenant)
 
     def look(self, key: bytes) -> Presence:
         """Return whether a key is there."""
@@ -128,22 +148,25 @@ class ChunkIndex:
                 if entry is not None:
                     entry.is_found = False
                     self._entries.move_to_end(key)
+                    if not entry.is_bad:
+                        self._turns.use(key, entry.tenant)
 
-    def begin_write(self, key: bytes, reserved_bytes: int) -> bool:
-        """Reserve bytes for a new chunk; False when it is there or being written."""
+    def begin_write(self, key: bytes, reserved_bytes: int, tenant: str = "") -> bool:
+        """Reserve bytes for a tenant's new chunk; False when it is there or being written."""
         with self._lock:
             entry = self._entries.get(key)
             if key in self._writing or key in self._leaving:
                 return False
             if entry is not None and not entry.is_bad:
                 return False
-            self._writing[key] = reserved_bytes
+            self._writing[key] = (reserved_bytes, tenant)
+            self._turns.reserve(tenant, reserved_bytes)
             return True
 
     def end_write(self, record: ChunkRecord, occupied_bytes: int) -> None:
         """Turn a reservation into a chunk that is there, and occupies so much."""
         with self._lock:
-            del self._writing[record.key]
+            self._end_reservation(record.key)
             self._forget(record.key)
             entry = _Entry(occupied_bytes, is_found=False)
             self._name(entry, record)
@@ -152,7 +175,7 @@ class ChunkIndex:
     def drop_write(self, key: bytes) -> None:
         """Give a reservation back: nothing was written."""
         with self._lock:
-            del self._writing[key]
+            self._end_reservation(key)
 
     def found(self, key: bytes, occupied_bytes: int) -> None:
         """Take in a file that was there; the oldest of all until `order_found`.
@@ -165,15 +188,15 @@ class ChunkIndex:
             if not self._is_shared if self._gone is None else key in self._gone:
                 return
             self._add(key, _Entry(occupied_bytes, is_found=True))
-            self._entries.move_to_end(key, last=False)
+            self._put_first(key, "")
 
     def order_found(self, newest_first: Iterable[bytes]) -> None:
         """Order what was found and not used since; in slices, newest first of all."""
         with self._lock:
             for key in newest_first:
                 entry = self._entries.get(key)
-                if entry is not None and entry.is_found:
-                    self._entries.move_to_end(key, last=False)
+                if entry is not None and entry.is_found and not entry.is_bad:
+                    self._put_first(key, entry.tenant)
 
     def complete(self) -> None:
         """Say that the folder was read to its end."""
@@ -185,9 +208,12 @@ class ChunkIndex:
         with self._lock:
             entry = self._entries.get(record.key)
             if entry is not None and not entry.namespace and not entry.is_bad:
-                self._forget_tenant(entry)
+                self._turns.remove(record.key, entry.tenant, entry.occupied_bytes)
                 self._name(entry, record)
-                self._tenants[entry.tenant] += entry.occupied_bytes
+                self._turns.add(record.key, entry.tenant, entry.occupied_bytes)
+                if entry.is_found:
+                    # Headers are read newest first.
+                    self._turns.put_first(record.key, entry.tenant)
 
     def keys_of(self, namespace: bytes) -> tuple[list[bytes], list[bytes]]:
         """Return the keys of a namespace (of all when it is empty), and those not known yet."""
@@ -203,6 +229,10 @@ class ChunkIndex:
     def oldest(self) -> bytes | None:
         """Return the key that has to leave first, None when there is none."""
         with self._lock:
+            if self._is_isolated:
+                taken_bytes = sum(self._fixed.values()) + self._bad_bytes
+                self._turns.shares.capacity_bytes = max(0, self._capacity_bytes - taken_bytes)
+                return self._turns.next()
             return next((key for key, entry in self._entries.items() if not entry.is_bad), None)
 
     def take(self, key: bytes) -> bool:
@@ -254,18 +284,23 @@ class ChunkIndex:
             assert self._bad == len(bad)
             sums: Counter[str] = Counter()
             for entry in good:
-                sums[entry.tenant] += entry.occupied_bytes
-            assert +self._tenants == +sums, (self._tenants, sums)
+                sums[entry.tenant] += max(entry.occupied_bytes, 1)
+            for reserved_bytes, tenant in self._writing.values():
+                sums[tenant] += reserved_bytes
+            held = {one.name: one.used_bytes for one in self._turns.shares if one.used_bytes}
+            assert held == dict(+sums), (held, sums)
+            self._turns.check()
             assert all(value >= 0 for value in self._fixed.values()), self._fixed
 
     def _used_bytes(self) -> int:
-        moving_bytes = sum(self._writing.values()) + sum(self._leaving.values())
+        moving_bytes = sum(reserved for reserved, _ in self._writing.values())
+        moving_bytes += sum(self._leaving.values())
         return self._chunk_bytes + self._bad_bytes + sum(self._fixed.values()) + moving_bytes
 
     def _add(self, key: bytes, entry: _Entry) -> None:
         self._entries[key] = entry
         self._chunk_bytes += entry.occupied_bytes
-        self._tenants[entry.tenant] += entry.occupied_bytes
+        self._turns.add(key, entry.tenant, entry.occupied_bytes)
 
     def _forget(self, key: bytes) -> None:
         entry = self._entries.pop(key, None)
@@ -276,12 +311,15 @@ class ChunkIndex:
             self._bad_bytes -= entry.occupied_bytes
             return
         self._chunk_bytes -= entry.occupied_bytes
-        self._forget_tenant(entry)
+        self._turns.remove(key, entry.tenant, entry.occupied_bytes)
 
-    def _forget_tenant(self, entry: _Entry) -> None:
-        self._tenants[entry.tenant] -= entry.occupied_bytes
-        if self._tenants[entry.tenant] <= 0:
-            del self._tenants[entry.tenant]
+    def _put_first(self, key: bytes, tenant: str) -> None:
+        self._entries.move_to_end(key, last=False)
+        self._turns.put_first(key, tenant)
+
+    def _end_reservation(self, key: bytes) -> None:
+        reserved_bytes, tenant = self._writing.pop(key)
+        self._turns.unreserve(tenant, reserved_bytes)
 
     def _name(self, entry: _Entry, record: ChunkRecord) -> None:
         # A million chunks share a few names: keep one object of each.

@@ -17,9 +17,11 @@ from kvcellar.protocol.tier_messages import (
     Deleted,
     Find,
     Found,
+    QuotasSet,
     Read,
     ReadDone,
     Run,
+    SetQuotas,
     Wipe,
     Write,
     WriteDone,
@@ -48,7 +50,24 @@ class Jobs:
             arena: all of it, writable; only the slots that a question names are touched.
         """
         self._tiers = tiers
+        self._limited: set[str] = set()
         self._arena = arena
+
+    def set_quotas(self, question: SetQuotas) -> QuotasSet:
+        """Bound what tenants may hold in each tier."""
+        for tier in self._tiers:
+            tier.set_quotas(question.limits)
+        for tenant, limit_bytes in question.limits.items():
+            if limit_bytes is None:
+                self._limited.discard(tenant)
+            else:
+                self._limited.add(tenant)
+        return QuotasSet(question.id)
+
+    @property
+    def limited(self) -> frozenset[str]:
+        """Return the tenants that have a quota."""
+        return frozenset(self._limited)
 
     def find(self, question: Find) -> Found:
         """Return which tiers have the chunks after those that are in the arena."""

@@ -26,6 +26,7 @@ from kvcellar.protocol.tier_messages import (
     Ready,
     Refused,
     Report,
+    SetQuotas,
     TierAnswer,
     TierFacts,
     TierNews,
@@ -102,6 +103,8 @@ class _TierProcess:
                 self._changers.submit(self._answer, lambda: jobs.write(question))
             case Delete():
                 self._changers.submit(self._answer, lambda: jobs.delete(question))
+            case SetQuotas():
+                self._changers.submit(self._answer, lambda: jobs.set_quotas(question))
             case Wipe():
                 self._changers.submit(self._answer, lambda: jobs.wipe(question))
 
@@ -116,9 +119,10 @@ class _TierProcess:
             tiers = [open_tier(adapter, clock) for adapter in adapters]
         except KVCellarError as error:
             return Refused(question.id, error.code, str(error))
-        self._jobs = Jobs(tiers, view.view)
+        self._jobs = jobs = Jobs(tiers, view.view)
         self._facts = lambda: tuple(
-            _facts(adapter.kind, tier) for adapter, tier in zip(adapters, tiers, strict=True)
+            _facts(adapter.kind, tier, jobs.limited)
+            for adapter, tier in zip(adapters, tiers, strict=True)
         )
         threading.Thread(target=self._report, name="report", daemon=True).start()
         return Ready(question.id, self._facts())
@@ -145,7 +149,7 @@ class _TierProcess:
             os._exit(0)
 
 
-def _facts(kind: str, tier: Metered) -> TierFacts:
+def _facts(kind: str, tier: Metered, limited: frozenset[str]) -> TierFacts:
     capabilities, usage, counts = tier.capabilities, tier.usage(), tier.statistics()
     return TierFacts(
         name=capabilities.name,
@@ -169,5 +173,6 @@ def _facts(kind: str, tier: Metered) -> TierFacts:
         written_bytes=counts.written_bytes,
         write_s=counts.write_s.sum_s,
         full_chunks=counts.full_chunks,
-        failures=counts.failures,
+        failures=int(counts.failures),
+        tenant_bytes={name: size for name, size in usage.tenant_bytes.items() if name in limited},
     )

@@ -46,12 +46,15 @@ class Room:
         self._evict = evict
         self._cap_bytes = cap_bytes
         self._may_evict = may_evict
+        index.set_capacity(cap_bytes or _capacity_bytes(base))
         self._turn = threading.Lock()
         self.evicted = 0
         """Chunks that left to make room."""
 
-    def reserve(self, key: bytes, record_bytes: int) -> bool | None:
-        """Reserve room for a record, evicting as much as needed.
+    def reserve(self, key: bytes, record_bytes: int, tenant: str = "") -> bool | None:
+        """Reserve room for a tenant's record, evicting as much as needed.
+
+        A tenant with a quota makes room for itself first.
 
         Returns:
             True when it may be written; `end_write` or `drop_write` of the index follows. False
@@ -62,10 +65,10 @@ class Room:
         """
         needed_bytes = record_bytes + OVERHEAD_BYTES
         with self._turn:
-            if not self._index.begin_write(key, needed_bytes):
+            if not self._index.begin_write(key, needed_bytes, tenant):
                 return None
             try:
-                has_room = self._make(needed_bytes)
+                has_room = self._shrink(tenant) and self._make(needed_bytes)
             except BaseException:
                 self._index.drop_write(key)
                 raise
@@ -77,6 +80,11 @@ class Room:
         """Evict so many bytes because the medium is full; False when that was not possible."""
         with self._turn:
             return self._leave(needed_bytes)
+
+    def shrink(self, tenant: str) -> None:
+        """Evict what a tenant holds above its quota, which was lowered."""
+        with self._turn:
+            self._shrink(tenant)
 
     def trim(self) -> None:
         """Evict what is above the cap, after a start with a smaller one. May raise OSError."""
@@ -104,15 +112,35 @@ class Room:
         if not self._may_evict or self._index.evictable_bytes < missing_bytes:
             return False
         goal_bytes = self._index.used_bytes - missing_bytes
+        self._leave_while(lambda: self._index.used_bytes > goal_bytes, self._index.oldest)
+        return self._index.used_bytes <= goal_bytes
+
+    def _shrink(self, tenant: str) -> bool:
+        """Evict the tenant's least recently used chunks until it is within its quota."""
+        if not self._index.over_bytes(tenant):
+            return True
+        if self._may_evict:
+            self._leave_while(
+                lambda: self._index.over_bytes(tenant) > 0, lambda: self._index.oldest_of(tenant)
+            )
+        return not self._index.over_bytes(tenant)
+
+    def _leave_while(
+        self, is_needed: Callable[[], bool], choose: Callable[[], bytes | None]
+    ) -> None:
         refusals = 0
-        while self._index.used_bytes > goal_bytes and refusals < _REFUSALS_MAX:
-            key = self._index.oldest()
+        while is_needed() and refusals < _REFUSALS_MAX:
+            key = choose()
             if key is None:
-                return False
+                return
             before_bytes = self._index.used_bytes
             self._evict(key)
             if self._index.used_bytes < before_bytes:
                 self.evicted += 1
             else:
                 refusals += 1
-        return self._index.used_bytes <= goal_bytes
+
+
+def _capacity_bytes(base: Path) -> int:
+    state = os.statvfs(base)
+    return int(state.f_blocks * state.f_frsize * (1 - _FREE_SHARE))

@@ -6,7 +6,7 @@ inside out `Limited`, `CircuitBroken`, `Metered`; the tier process talks to the 
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -55,6 +55,10 @@ class _Around(Tier):
     def usage(self) -> TierUsage:
         """Return the inner tier's."""
         return self._inner.usage()
+
+    def set_quotas(self, limits: Mapping[str, int | None]) -> None:
+        """Hand on."""
+        self._inner.set_quotas(limits)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Hand on."""
