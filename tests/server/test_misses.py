@@ -122,6 +122,10 @@ def test_a_sketch_that_was_cut_is_compared_as_far_as_it_goes(world):
     assert world.explain(there, record("c", found=1, sketch=b"")).reason == "new"
 
 
+def test_a_later_lookup_explains_nothing(world):
+    assert world.explain(record("later", when_s=60.0), record("b", when_s=50.0)).reason == "new"
+
+
 def test_an_eviction_after_the_lookup_is_not_its_reason(world):
     world.departures.now_s = 95.0
     world.departures.note(MISSING, Reason.EVICTED)

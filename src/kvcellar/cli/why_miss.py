@@ -16,6 +16,10 @@ from kvcellar.protocol.messages import Explain, Explained
 __all__ = ["run"]
 
 _LAST_MAX = 50
+_NOTHING = (
+    "no request like {!r} is remembered: it is too long ago, or its engine never asked (no server, "
+    "a kv_role that does not load, a request that reads no cache): see the engine's log"
+)
 _LAST = Setting("last", "--last", "N", "How many requests, the newest first.", "", False, "10")
 
 
@@ -37,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     if asking.as_json:
         print(json.dumps(reply.misses, indent=2))
     elif not reply.misses:
-        print(f"no request like {named!r} is remembered" if named else "no lookup missed lately")
+        print(_NOTHING.format(named) if named else "no lookup missed lately")
     else:
         print(
             "\n".join(line for miss in reply.misses for line in _lines(miss, is_long=bool(named)))

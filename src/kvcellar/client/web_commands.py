@@ -53,6 +53,7 @@ _QUERY = (
 _OBJECTS = (
     _flag("model", "--model", "NAME", "Only objects of this model."),
     _flag("limit", "--limit", "N", "How many objects at most.", "20"),
+    _TOKEN,
 )
 
 
@@ -61,6 +62,10 @@ class _Asked(NamedTuple):
 
     url: str
     given: Mapping[str, tuple[str, ...]]
+
+    @property
+    def token_file(self) -> str | None:
+        return self.text("token") or None
 
     def text(self, field: str, default: str = "") -> str:
         return self.given.get(field, (default,))[-1]
@@ -156,9 +161,8 @@ def _describe_engine(asked: _Asked) -> _Found:
 
 
 def _clear(asked: _Asked) -> _Found:
-    token_file = asked.given.get("token", (None,))[-1]
-    content = ask(f"{asked.url}/cache/clear", method="POST", body=b"{}", token_file=token_file)
-    page = json.loads(content)
+    url = f"{asked.url}/cache/clear"
+    page = json.loads(ask(url, method="POST", body=b"{}", token_file=asked.token_file))
     return _Found(page, [f"cleared {page.get('chunks', 'all')} chunks at {asked.url}"])
 
 
@@ -203,7 +207,8 @@ def _query_kvcache(asked: _Asked) -> _Found:
     while place and len(entries) < limit:
         # Each page looks at so many places, few or none of which may be of this model.
         query = f"page_size=5000&page_token={place}" + (f"&model_name={model}" if model else "")
-        page = json.loads(ask(f"{asked.url}/cache/objects?{query}"))
+        content = ask(f"{asked.url}/cache/objects?{query}", token_file=asked.token_file)
+        page = json.loads(content)
         entries += page["entries"]
         place = page["next_page_token"] or ""
     entries = entries[:limit]

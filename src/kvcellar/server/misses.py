@@ -155,20 +155,23 @@ class Explainer:
         return self._not_there(record, nearest, other)
 
     def _nearest(self, record: LookupRecord, end_units: int) -> tuple[LookupRecord | None, int]:
-        """Return the lookup with the most leading tokens in common, and how many units that is.
+        """Return the lookup before it with the most leading tokens in common, and how many units.
 
-        Of those that go beyond the missing chunk, the one that differs from it in the least.
+        Of several, the one that differs from it in the least, and of those the last.
         """
         wanted = record.sketch[: 4 * end_units]
         best: LookupRecord | None = None
         best_units, fewest = 0, _DIFFERENCES
         for other in self._recent.newest_first():
-            # Nearly all records fall here: only one that shares more than the best is looked at.
-            if not other.sketch.startswith(wanted[: 4 * best_units + 4]):
+            # Nearly all records fall here: only one that shares as much as the best is looked at.
+            if not other.sketch.startswith(wanted[: 4 * max(best_units, 1)]):
                 continue
-            if other.unit_tokens != record.unit_tokens or _is_same(record, other):
+            if other.when_s > record.when_s or _is_same(record, other):
                 continue
-            units = _common_units(wanted, other.sketch)
+            if other.unit_tokens != record.unit_tokens:
+                continue
+            is_nearer = other.sketch.startswith(wanted[: 4 * best_units + 4])
+            units = _common_units(wanted, other.sketch) if is_nearer else best_units
             count = len(_differences(record, other))
             if units > best_units or count < fewest:
                 best, best_units, fewest = other, units, count

@@ -48,8 +48,9 @@ class ApiPages:
         return HTMLResponse(
             f"<!doctype html><html lang=en><meta charset=utf-8><title>kvcellar</title>"
             f"<style>{_STYLE}</style><h1>kvcellar {html.escape(__version__)}</h1>"
-            f"<p>For programs: <a href=openapi.json>openapi.json</a>. What changes something is "
-            f"answered to this host only, or to whoever has the admin token.</p>\n{parts}</html>"
+            f"<p>For programs: <a href=openapi.json>openapi.json</a>. What changes something, or "
+            f"lists, is answered to this host only, or to whoever has the admin token.</p>\n"
+            f"{parts}</html>"
         )
 
 

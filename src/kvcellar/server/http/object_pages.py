@@ -62,7 +62,12 @@ class ObjectPages:
         ]
 
     async def all(self, request: HttpRequest) -> Response:
-        """Answer with a page of the complete objects."""
+        """Answer with a page of the complete objects.
+
+        A chunk's key tells whoever can compute it that the prompt was sent here, so that listing
+        needs what a change needs.
+        """
+        self._admission.check(request)
         given = dict(request.query_params)
         unknown = given.keys() - {"tier", "adapter", "model_name", "page_size", "page_token"}
         if unknown:

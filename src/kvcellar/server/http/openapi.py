@@ -83,7 +83,7 @@ class Operation(NamedTuple):
         answer: schema of the answer with 200; None for text.
         query: parameters behind the question mark, by name.
         body: schema of the body; None without one.
-        changes: it needs what a change needs: loopback, or the admin token.
+        is_guarded: only for this host, or for whoever has the admin token.
         is_unhealthy_503: its 503 has `reason` and not `detail`.
     """
 
@@ -93,7 +93,7 @@ class Operation(NamedTuple):
     answer: Schema | None
     query: Mapping[str, Schema] = {}
     body: Schema | None = None
-    changes: bool = False
+    is_guarded: bool = False
     is_unhealthy_503: bool = False
 
 
@@ -123,7 +123,7 @@ OPERATIONS = (
             size_bytes=_WHOLE,
         ),
         body=_object(optional=("tier", "force"), tier=_TEXT, force=_SWITCH),
-        changes=True,
+        is_guarded=True,
     ),
     Operation(
         "get",
@@ -142,6 +142,7 @@ OPERATIONS = (
             "page_token": _TEXT,
             "adapter": _TEXT,
         },
+        is_guarded=True,
     ),
     Operation(
         "delete",
@@ -155,14 +156,14 @@ OPERATIONS = (
             force=_SWITCH,
             adapter=_TEXT,
         ),
-        changes=True,
+        is_guarded=True,
     ),
     Operation(
         "get",
         "/quota",
         "Every tenant that has a quota.",
         _object(users={"type": "object"}),
-        changes=True,
+        is_guarded=True,
     ),
     Operation("get", "/quota/{salt}", "One tenant's quota and use.", _QUOTA),
     Operation(
@@ -177,14 +178,14 @@ OPERATIONS = (
             disk_limit_gb=_NUMBER,
         ),
         body=_object(optional=("disk_limit_gb",), limit_gb=_NUMBER, disk_limit_gb=_NUMBER),
-        changes=True,
+        is_guarded=True,
     ),
     Operation(
         "delete",
         "/quota/{salt}",
         "Remove a tenant's quota; what it holds stays.",
         _object(cache_salt=_TEXT, status=_only("removed", "not_found")),
-        changes=True,
+        is_guarded=True,
     ),
 )
 """Every page, in the order in which they are shown."""
@@ -222,7 +223,7 @@ def _described(operation: Operation) -> dict[str, Any]:
         needs_body = bool(operation.body["required"])
         content = {"application/json": {"schema": operation.body}}
         found["requestBody"] = {"required": needs_body, "content": content}
-    if operation.changes:
+    if operation.is_guarded:
         # Or without a token, from this host.
         found["security"] = [{"admin": []}, {}]
     return found
@@ -240,7 +241,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     }
     if operation.query or operation.body is not None or "{salt}" in operation.path:
         responses["400"] = _error("A parameter or field is wrong; the text names it.")
-    if operation.changes:
+    if operation.is_guarded:
         responses["403"] = _error("Only this host may do this.")
         responses["401"] = _error("The admin token is needed.")
     return dict(sorted(responses.items()))
