@@ -101,6 +101,25 @@ def test_a_hit_that_is_quick_is_taken_again(engine, prompt):  # noqa: F811
     assert (one.gate.counts.taken, one.gate.counts.refused) == (6, 0)
 
 
+def test_a_hit_is_tried_again_and_then_taken(engine, prompt):  # noqa: F811
+    steps = [16]
+    one = engine(delays=Delays(load=lambda: steps[0]))
+    texts = [prompt(200) for _ in range(2)]
+    for text in texts:
+        one.ask(text)
+    one.reset()
+    assert [one.ask(text)[1] for text in texts] == [192, 0]
+    steps[0] = 0
+    one.reset()
+    for _ in range(200):
+        if one.ask(texts[0])[1]:
+            break
+        one.reset()
+    assert one.gate.counts.explored == 1
+    one.reset()
+    assert [one.ask(text)[1] for text in texts] == [192, 192]
+
+
 def test_regret_is_measured_from_admission_to_the_whole_prompt(engine, prompt):  # noqa: F811
     steps = [0]
     one = engine(delays=Delays(load=lambda: steps[0]))

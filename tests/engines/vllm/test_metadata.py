@@ -37,6 +37,13 @@ def test_reports_of_ranks_add_up():
     assert one.jobs[1] == JobResult(1, 0, 100, 0.5)
 
 
+def test_ranks_waits_and_steps_add_up_to_the_longest_and_the_newest():
+    one = WorkerReport({1: JobResult(1, 0, 100, 0.5, 0.2)}, step=7)
+    other = WorkerReport({1: JobResult(1, 0, 100, 0.1, 0.3)}, step=6)
+    assert one.aggregate(other) == WorkerReport({1: JobResult(2, 0, 200, 0.5, 0.3)}, step=7)
+    assert WorkerReport().aggregate(one) == one
+
+
 def test_a_report_is_never_false():
     """vLLM drops reports that are."""
     assert WorkerReport()

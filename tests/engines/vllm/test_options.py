@@ -26,6 +26,7 @@ def test_every_key_is_read():
             "kvcellar.eager_prefetch": True,
             "kvcellar.save_decode_cache": True,
             "kvcellar.load_failure_policy": "fail",
+            "kvcellar.gate": False,
             "kvcellar.testing.copy_delay_s": 0,
         }
     )
@@ -39,6 +40,7 @@ def test_every_key_is_read():
         eager_prefetch=True,
         save_decode_cache=True,
         load_failure_policy="fail",
+        gate=False,
         copy_delay_s=0.0,
     )
 
@@ -112,5 +114,5 @@ def test_every_key_is_documented_with_its_default():
         default = getattr(ConnectorOptions(), field)
         shown = f"{default:g}" if isinstance(default, float) else str(default)
         cells = next(line for line in page.splitlines() if line.startswith(f"| `{key}` "))
-        shown = {"False": "false", "": "none"}.get(shown, shown)
+        shown = {"False": "false", "True": "true", "": "none"}.get(shown, shown)
         assert cells.split("|")[2].strip(" `") == shown, key

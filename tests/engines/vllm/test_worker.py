@@ -19,7 +19,7 @@ from tests.server.running import RunningServer
 
 from kvcellar.engines.copy_cpu import page_kernels
 from kvcellar.engines.vllm import copying
-from kvcellar.engines.vllm.metadata import ConnectorMetadata, JobResult
+from kvcellar.engines.vllm.metadata import ConnectorMetadata, JobResult, WorkerReport
 from kvcellar.errors import UnsupportedModelError
 from kvcellar.protocol.messages import Role
 
@@ -436,3 +436,22 @@ def test_a_layer_that_cannot_be_kept_is_refused_at_registration(server):
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.attn"):
         rig.start()
     rig.close()
+
+
+def test_a_report_tells_the_step_that_it_ends_and_how_long_loads_waited(start, closing, numbers):
+    scheduling, rig = start()
+    store = scheduling.store_job(numbers[:1], [1, 2])
+    rig.step(stores=[store])
+    rig.result(store.job_id)
+    gate = Gate(rig, closing)
+    jobs = [scheduling.load_job(numbers[:1], [3, 4]) for _ in range(2)]
+    rig.worker.begin(ConnectorMetadata(jobs, step=9))
+    rig.worker.start_loads()
+    assert rig.worker.report() == WorkerReport(step=9)
+    assert gate.reached.wait(WAIT_S)
+    queued_s = time.monotonic()
+    until(lambda: time.monotonic() - queued_s > 0.05)
+    gate.opened.set()
+    # Both were queued by then, and the second one stood behind the first.
+    assert rig.result(jobs[1].job_id).wait_s > 0.05
+    assert rig.worker.report() is None

@@ -17,10 +17,10 @@ def test_everything_is_told_once():
     outcomes.add_store(3, DONE)
     assert outcomes.take_received() == {"a", "b"}
     assert outcomes.take_spoiled() == {7, 8}
-    assert outcomes.take_report() == WorkerReport({1: DONE, 2: JobResult(ranks_failed=1), 3: DONE})
+    assert outcomes.take_results() == {1: DONE, 2: JobResult(ranks_failed=1), 3: DONE}
     assert outcomes.take_received() == set()
     assert outcomes.take_spoiled() == set()
-    assert outcomes.take_report() is None
+    assert outcomes.take_results() == {}
 
 
 def test_spoiled_blocks_are_told_in_the_step_that_tells_of_their_load():
