@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure copies, lookups, time to first token and the server's cost: `make bench`.
+"""Measure copies, lookups, time to first token, the server's cost and the disk: `make bench`.
 
 Everything is in `kvcellar.bench`; this only says where the checkout is. `--help` lists the
 options, and docs/performance.md says what was found.

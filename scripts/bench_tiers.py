@@ -190,7 +190,12 @@ def measure(folder: Path, case: Case, rounds: int) -> dict[str, object]:
             bed.empty()
     finally:
         bed.close()
-    return {"chunk": case.name, "chunk_bytes": case.chunk_bytes, "gb_per_s": found}
+    return {
+        "chunk": case.name,
+        "chunk_bytes": case.chunk_bytes,
+        "chunks": bed.count,
+        "gb_per_s": found,
+    }
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvcellar.bench.copies import measure_copies
+from kvcellar.bench.disk import measure_disk
 from kvcellar.bench.first_token import measure_first_token
 from kvcellar.bench.lookups import measure_lookups
 from kvcellar.bench.machine import load_average, machine_facts
@@ -88,6 +89,7 @@ def _measures(
         "server": lambda: measure_server(
             programs, starts=effort.starts, keys=effort.stored_keys, say=say
         ),
+        "disk": lambda: measure_disk(programs, peer, root, rounds=effort.disk_rounds, say=say),
     }
 
 

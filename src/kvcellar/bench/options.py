@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["PARTS", "Effort", "Options", "parse"]
 
-PARTS = ("copies", "lookup", "ttft", "server")
+PARTS = ("copies", "lookup", "ttft", "server", "disk")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Effort:
         prompts: prompts of each length; the median is shown.
         chunk_tokens: chunk sizes of our server; LMCache's is measured with the first.
         starts: times that a server is started; the median is shown.
+        disk_rounds: rounds of writing to and reading from the disk, of which medians are shown.
     """
 
     copy_rounds: int
@@ -35,6 +36,7 @@ class Effort:
     prompts: int
     chunk_tokens: tuple[int, ...]
     starts: int
+    disk_rounds: int
 
 
 _FULL = Effort(
@@ -45,6 +47,7 @@ _FULL = Effort(
     prompts=3,
     chunk_tokens=(256, 128),
     starts=5,
+    disk_rounds=7,
 )
 _QUICK = Effort(
     copy_rounds=5,
@@ -54,6 +57,7 @@ _QUICK = Effort(
     prompts=1,
     chunk_tokens=(256,),
     starts=1,
+    disk_rounds=1,
 )
 
 
@@ -78,8 +82,8 @@ def parse(arguments: Sequence[str]) -> Options:
     """Return the options; explains itself and ends the process when they are wrong."""
     parser = argparse.ArgumentParser(
         prog="bench",
-        description="Measure copies, lookups, time to first token and the server's cost, each "
-        "beside its ceiling and beside LMCache's server.",
+        description="Measure copies, lookups, time to first token, the server's cost and the "
+        "disk, each beside its ceiling and beside LMCache's server.",
     )
     parser.add_argument(
         "--quick", action="store_true", help="short runs, to see that it works; no figures to keep"

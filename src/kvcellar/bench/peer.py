@@ -124,6 +124,35 @@ class Peer:
         answer = programs.run("peer-lookups", words, timeout_s=_RUN_S, environment=_ENVIRONMENT)
         return {int(count): durations for count, durations in json.loads(answer).items()}
 
+    def disk_speeds(
+        self, programs: Programs, folder: Path, *, chunk_bytes: int, chunks: int, workers: int
+    ) -> dict[str, float]:
+        """Run its own benchmark of its tier on a disk, and return the GB/s of `write` and `read`.
+
+        Its benchmark takes sizes in KiB, so a chunk is rounded down to one.
+        """
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        tier = {"type": "fs_native", "base_path": str(folder / "files"), "use_odirect": True}
+        result = folder / "result.json"
+        words = [str(self.python), "-m", "lmcache.cli.main", "bench", "l2"]
+        words += ["--l2-adapter", json.dumps({**tier, "num_workers": workers})]
+        words += ["--num-keys", str(chunks), "--data-size-kb", str(chunk_bytes // 1024)]
+        words += ["--l1-align-bytes", "4096", "--rounds", "5"]
+        words += ["--format", "json", "--output", str(result)]
+        programs.run("peer-disk", words, timeout_s=_RUN_S, environment=_ENVIRONMENT)
+        try:
+            metrics = json.loads(result.read_text(encoding="utf-8"))["metrics"]
+            seconds = {
+                part["operation"]: part["duration_p50_ms"] / 1e3
+                for name, part in metrics.items()
+                if name.startswith("op_")
+            }
+            moved_gb = chunks * (chunk_bytes // 1024) * 1024 / 1e9
+            return {"write": moved_gb / seconds["Store"], "read": moved_gb / seconds["Load"]}
+        except (OSError, ValueError, KeyError, ZeroDivisionError) as error:
+            raise BenchError(f"its benchmark's result cannot be read: {error!r}") from error
+
     def storing(self, node: Node, gb_per_s: float) -> list[str]:
         """Return the command that stores at a steady rate until it is ended."""
         return self._client("store", node, f"{gb_per_s:g}")
