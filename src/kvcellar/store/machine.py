@@ -225,15 +225,7 @@ class Store:
             reserved_s=now_s,
             request=request,
         )
-        states = bytearray()
-        if self.reservations.count_of(owner) < self._limits.reservations_max:
-            for at in range(0, len(keys), KEY_BYTES):
-                key = keys[at : at + KEY_BYTES]
-                state = self._reserve_chunk(pending, key, parent=parent)
-                if state == ChunkState.FULL:
-                    break
-                states.append(state)
-                parent = key
+        states = self._reserve_chunks(pending, keys, parent=parent)
         # A chunk behind a hole could not be found, so nothing after the first FULL is stored.
         self._counters.refused_full += count - len(states)
         states.extend([ChunkState.FULL] * (count - len(states)))
@@ -381,6 +373,19 @@ class Store:
             entry.leases -= 1
             if not entry.leases and not entry.children:
                 self.catalog.end_last_lease(entry)
+
+    def _reserve_chunks(self, pending: Reservation, keys: bytes, *, parent: bytes) -> bytearray:
+        """Return the states of the leading chunks, up to the first that is FULL."""
+        states = bytearray()
+        if self.reservations.count_of(pending.owner) < self._limits.reservations_max:
+            for at in range(0, len(keys), KEY_BYTES):
+                key = keys[at : at + KEY_BYTES]
+                state = self._reserve_chunk(pending, key, parent=parent)
+                if state == ChunkState.FULL:
+                    break
+                states.append(state)
+                parent = key
+        return states
 
     def _reserve_chunk(self, pending: Reservation, key: bytes, *, parent: bytes) -> int:
         catalog = self.catalog
