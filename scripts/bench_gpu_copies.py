@@ -22,13 +22,13 @@ import numpy as np
 import torch
 import triton
 
-from kvcellar.engines.copy_gpu import GpuCopier, open_gpu_copier
+from kvcellar.engines.copy_gpu import PIECE_BYTES, GpuCopier, open_gpu_copier
 from kvcellar.engines.pages import PageRun
 from kvcellar.layout.shard import EXACT, EXACT_TOKENS, INT8, Vectors
 from kvcellar.memory import seal
 from kvcellar.memory.arena import Arena, ArenaView
 from kvcellar.memory.slots import SlotAllocator
-from kvcellar.units import GIB
+from kvcellar.units import GIB, MIB
 
 LAYERS, BLOCKS, TOKENS, HEADS, ELEMENTS = 32, 1600, 16, 8, 128
 CHUNK_BLOCKS = 16
@@ -42,7 +42,7 @@ ROUNDS = 5
 class Bench:
     """Pages on the GPU, an arena that is registered with it, and the copier between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_bytes: int) -> None:
         """Make pages of random numbers and an arena of `ARENA_STEPS` GiB."""
         shape = (BLOCKS, 2, TOKENS, HEADS, ELEMENTS)
         self.pages = [
@@ -56,7 +56,9 @@ class Bench:
             for index, each in enumerate(self.pages)
         ]  # fmt: skip
         vectors = Vectors("bfloat16", ELEMENTS, HEADS, 2 * TOKENS * HEADS)
-        self.copier: GpuCopier = open_gpu_copier(runs, vectors=vectors, block_tokens=TOKENS)
+        self.copier: GpuCopier = open_gpu_copier(
+            runs, vectors=vectors, block_tokens=TOKENS, piece_bytes=piece_bytes
+        )
         arena = Arena.create(ARENA_STEPS * GIB, GIB)
         self.view = ArenaView(arena.fd, ARENA_STEPS * GIB)
         self.slots = SlotAllocator(GIB)
@@ -253,11 +255,12 @@ def main() -> int:
     """Run everything, print a table, and return 0 if all was right."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
+    parser.add_argument("--piece-mib", type=int, default=PIECE_BYTES // MIB, help="of staging")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench-gpu needs a CUDA GPU that torch can use; there is none here")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    ceiling, bench = dma_ceilings(), Bench()
+    ceiling, bench = dma_ceilings(), Bench(arguments.piece_mib * MIB)
     figures: dict[str, object] = {"dma": ceiling, "prepare_s_a_gib": bench.prepare_s}
     print("plain DMA, GB/s: " + ", ".join(f"{way} {rate:.1f}" for way, rate in ceiling.items()))
     print(f"arena faulted and registered in {bench.prepare_s:.2f} s a GiB")

@@ -23,6 +23,7 @@ __all__ = [
     "SlotBytes",
     "Storage",
     "check_blocks",
+    "check_ids",
     "merge_adjacent",
     "touch_pages",
 ]
@@ -180,7 +181,12 @@ def check_blocks(
         IndexError: a block id that the runs do not have.
     """
     assert slot.size == size_bytes, (slot.size, len(blocks), size_bytes)
-    if len(blocks) and not lowest <= blocks.min() <= blocks.max() < block_count:
+    check_ids(blocks, lowest=lowest, block_count=block_count)
+
+
+def check_ids(blocks: BlockIds, *, lowest: int, block_count: int) -> None:
+    """Check block ids of any shape; see `check_blocks`."""
+    if blocks.size and not lowest <= blocks.min() <= blocks.max() < block_count:
         raise IndexError(f"block ids {blocks.min()} to {blocks.max()} of {block_count} blocks")
 
 
