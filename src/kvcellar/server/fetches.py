@@ -8,6 +8,7 @@ more than a shorter answer. Keys that another fetch is reading are not read twic
 on the control loop and returns at once. Used by `tiers` and `requests`.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from kvcellar.server.instances import Client, Connection, Instance
 from kvcellar.server.tier_line import TierAsker
 from kvcellar.server.tier_meters import TierMeters
 from kvcellar.store.entries import OwnerId
-from kvcellar.store.grants import leave_first, look_again
+from kvcellar.store.grants import coming_as_oldest, look_again, stay_oldest
 from kvcellar.store.machine import Store
 from kvcellar.units import MIB
 
@@ -357,8 +358,7 @@ class Fetches:
             self._reading.pop(key, None)
         count = answer.count if isinstance(answer, ReadDone) else 0
         if isinstance(answer, ReadDone) and count == len(keys):
-            for shard, seals in enumerate(answer.seals):
-                self._store.commit(fetch.owner, batch.reservation, shard, seals)
+            self._commit(batch, keys, answer.seals)
             fetch.came += keys
             self._meters.fetched_chunks += count
         elif answer is not None:
@@ -372,6 +372,14 @@ class Fetches:
         for follower in batch.followers:
             self._go_on(follower)
         self._go_on(fetch)
+
+    def _commit(self, batch: _Batch, keys: list[bytes], seals: tuple[bytes, ...]) -> None:
+        owner = batch.fetch.owner
+        with contextlib.ExitStack() as stack:
+            if not self._options.is_retaining:
+                stack.enter_context(coming_as_oldest(self._store, owner, keys))
+            for shard, sealed in enumerate(seals):
+                self._store.commit(owner, batch.reservation, shard, sealed)
 
     def _drop(self, batch: _Batch) -> None:
         for shard in range(len(batch.fetch.shard_bytes)):
@@ -415,7 +423,7 @@ class Fetches:
         except NotRegisteredError:
             return LookupReply(request_id, 0, 0, b"")
         if not self._options.is_retaining and hit.lease:
-            leave_first(self._store, fetch.came)
+            stay_oldest(self._store, fetch.came)
         return LookupReply(request_id, hit.count, hit.lease, hit.refs)
 
 

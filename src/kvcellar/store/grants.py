@@ -5,7 +5,8 @@ chunks that came from one may be the first to leave. None of it counts as a use 
 Called by the server's tiers; all of it keeps the invariants of the store.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvcellar.keys.digest import NamespaceId
@@ -13,7 +14,7 @@ from kvcellar.store.entries import Entry, OwnerId
 from kvcellar.store.leases import Lease
 from kvcellar.store.machine import Hit, Store
 
-__all__ = ["Held", "hold", "leave_first", "look_again", "vacate"]
+__all__ = ["Held", "coming_as_oldest", "hold", "look_again", "stay_oldest", "vacate"]
 
 
 class Held(NamedTuple):
@@ -78,12 +79,29 @@ def look_again(
     return again
 
 
-def leave_first(store: Store, keys: Iterable[bytes]) -> None:
-    """Have chunks evicted before all others, unless somebody uses them once more.
+@contextmanager
+def coming_as_oldest(store: Store, owner: OwnerId, keys: Iterable[bytes]) -> Iterator[None]:
+    """Have the chunks that become complete within the block count as used before all others.
 
-    For chunks under a lease: at its end they are offered as the oldest of all. A chunk that has
-    children still leaves after these.
+    They are the first to leave then, until somebody uses them; a chunk that has children still
+    leaves after these. A lease keeps them from being offered for eviction as newly used.
     """
+    entries = [store.catalog.entries.get(key) for key in keys]
+    coming = [entry for entry in entries if entry is not None and not entry.refs]
+    for entry in coming:
+        entry.leases += 1
+    store.statistics.leased_chunks += len(coming)
+    lease = store.leases.add(owner, Lease(0, coming))
+    try:
+        yield
+    finally:
+        for entry in coming:
+            entry.tick = 0
+        store.release(owner, [lease])
+
+
+def stay_oldest(store: Store, keys: Iterable[bytes]) -> None:
+    """Take back that the last lookup used chunks that came as the oldest."""
     for key in keys:
         entry = store.catalog.entries.get(key)
         if entry is not None and entry.refs:

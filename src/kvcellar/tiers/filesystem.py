@@ -101,8 +101,8 @@ class FileSystemTier(Tier):
             discard=None if options.keeps_chunks else self._remove,
         )
         self._census.start()
-        # Now, and not by each of the threads that read at once.
-        warm_up()
+        # Now, and not by the first read; until it is done numpy does the sums.
+        threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
 
     @property
     def capabilities(self) -> TierCapabilities:

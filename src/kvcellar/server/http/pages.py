@@ -91,7 +91,11 @@ class _Pages:
         broken = [
             f"{name}: {reason}" for name, reason in page["kvcellar"]["parts"].items() if reason
         ]
-        return _unhealthy("; ".join(broken)) if broken else JSONResponse({"status": "healthy"})
+        if broken:
+            return _unhealthy("; ".join(broken))
+        # A tier that is down costs hits and nothing else: to restart the server would cost more.
+        degraded = page["kvcellar"]["degraded"]
+        return JSONResponse({"status": "healthy"} | ({"degraded": degraded} if degraded else {}))
 
     async def status(self, _request: HttpRequest) -> Response:
         page = await self._page()
@@ -106,20 +110,27 @@ class _Pages:
     async def clear(self, request: HttpRequest) -> Response:
         self._admission.check(request)
         body = await read_body(request, _ClearBody, empty=_ClearBody())
-        if body.tier != "l1":
+        if body.tier not in {"l1", "all"}:
             raise RefusedError(
-                400, f"tier: {body.tier!r} is not here; the only tier of kvcellar 0.1 is 'l1'"
+                400,
+                f"tier: {body.tier!r} cannot be cleared; write 'l1' for memory or 'all' for the "
+                "tiers behind it too",
             )
-        reply = await self._line.call(Clear, timeout_s=CLEAR_TIMEOUT_S)
-        assert isinstance(reply, Cleared), reply
-        return JSONResponse(
-            {
-                "status": "ok",
-                "cleared": {"tier": "l1"},
-                "chunks": reply.chunks,
-                "size_bytes": reply.size_bytes,
-            }
+        is_all = body.tier == "all"
+        reply = await self._line.call(
+            lambda id_: Clear(id_, tiers=is_all), timeout_s=CLEAR_TIMEOUT_S
         )
+        assert isinstance(reply, Cleared), reply
+        answer = {
+            "status": "ok",
+            "cleared": {"tier": body.tier},
+            "chunks": reply.chunks,
+            "size_bytes": reply.size_bytes,
+        }
+        if is_all and reply.tier_chunks < 0:
+            detail = "memory is cleared; the tiers cannot be reached now and may keep some"
+            return JSONResponse({"detail": detail}, 503)
+        return JSONResponse(answer | ({"tier_chunks": reply.tier_chunks} if is_all else {}))
 
     # Any: the shape of the page is documented in telemetry.status.
     async def _page(self) -> dict[str, Any]:
