@@ -130,6 +130,31 @@ class TestReadOnlyDisk:
             assert "EROFS" in write(tier, chunk_of(1)).failure
 
 
+class TestLostDisk:
+    def test_nothing_is_written_below_it_and_nothing_forgotten(self, small_disk):
+        """The disk is unmounted under the tier, which leaves the folder of the mount point."""
+        base = small_disk / "kv"
+        beside = small_disk.parent / "beside"
+        beside.mkdir()
+        mount("--bind", str(small_disk), str(beside))
+        try:
+            with open_folder(base) as tier:
+                write(tier, chunk_of(1))
+                subprocess.run(["umount", "-l", str(small_disk)], check=True)
+                base.mkdir()
+                assert "ENODEV" in write(tier, chunk_of(2)).failure
+                report = tier.read_many([make_want(chunk_of(1))], timeout_s=5)
+                assert (report.count, report.damaged) == (0, ())
+                assert "ENODEV" in report.failure
+                assert list(base.iterdir()) == []
+                mount("--bind", str(beside), str(small_disk))
+                assert hits(tier, chunk_of(1)) == [1]
+                assert write(tier, chunk_of(2)).outcomes == (WRITTEN,)
+                check(tier, base)
+        finally:
+            subprocess.run(["umount", str(beside)], check=True)
+
+
 def flip(path, offset):
     """Flip one bit; a negative offset counts from the end."""
     with path.open("r+b") as file:

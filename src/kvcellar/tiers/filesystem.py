@@ -254,6 +254,7 @@ class FileSystemTier(Tier):
         try:
             seals, occupied = read_chunk(path, want, self._disk, direct=self._direct)
         except FileNotFoundError:
+            self._folder.check_device()
             self._remove(want.key)
             return None
         except DamagedRecordError as damage:
@@ -322,6 +323,7 @@ class FileSystemTier(Tier):
         key = write.record.key
         temporary = self._folder.temporary_path(key, next(self._numbers))
         path = self._folder.path(key)
+        self._folder.check_device()
         try:
             occupied = write_chunk(temporary, path, write, direct=self._direct)
         except OSError as error:

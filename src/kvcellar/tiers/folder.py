@@ -71,6 +71,7 @@ class Folder:
         self._is_shared = is_shared
         self._lock_fd = -1
         self._lock_fd = self._lock()
+        self._device = base.stat().st_dev
         try:
             self._prepare()
         except BaseException:
@@ -92,6 +93,18 @@ class Folder:
             return (self.base / name).lstat().st_blocks * BLOCK_BYTES
         except OSError:
             return 0
+
+    def check_device(self) -> None:
+        """Make sure that the base is still on the file system that was opened.
+
+        A disk that was unmounted leaves an empty folder on the one below: nothing there is missing
+        chunks of ours, and nothing must be written there.
+
+        Raises:
+            OSError: ENODEV when it is not.
+        """
+        if self.base.stat().st_dev != self._device:
+            raise OSError(errno.ENODEV, "another file system is mounted on base_path now")
 
     def can_bypass_the_page_cache(self) -> bool:
         """Return whether files here can be written and read with O_DIRECT; tries it once."""
