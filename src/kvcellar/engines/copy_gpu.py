@@ -29,6 +29,7 @@ from kvcellar.engines.registration import HostRegistration
 from kvcellar.layout.shard import EXACT, INT8, Vectors
 from kvcellar.memory import seal
 from kvcellar.memory.arena import ArenaView
+from kvcellar.telemetry.logs import EventLog
 from kvcellar.units import MIB
 
 __all__ = ["PIECE_BYTES", "GpuCopier", "open_gpu_copier"]
@@ -36,6 +37,7 @@ __all__ = ["PIECE_BYTES", "GpuCopier", "open_gpu_copier"]
 PIECE_BYTES = 16 * MIB
 """Of a staging buffer. From 8 to 32 MiB the rate was the same; less costs launches."""
 
+_LOG = EventLog("vllm.kvcellar.copies")
 _BUFFERS = 2
 _MASK = (1 << 64) - 1
 
@@ -278,6 +280,14 @@ def open_gpu_copier(
             device=device,
             wished_bytes=piece_bytes,
         )
+    # Which way is no question of the machine (docs/decisions/0006), so nothing is tried out here.
+    _LOG.info(
+        "copies go through staging and one DMA a slot",
+        reason="kernels that write host memory are no faster and slow the model's down",
+        device=str(device),
+        staging_bytes=2 * _BUFFERS * piece_bytes,
+        forms=",".join(sorted(forms)),
+    )
     return GpuCopier(runs, forms)
 
 
