@@ -7,7 +7,8 @@
 aborts, and a server and an engine killed at bad moments. The last two start real vLLM, which must
 be importable, and take a few minutes each; `--graphs` runs them with CUDA graphs and asynchronous
 scheduling. Without a GPU it says so and tests nothing, unless `--device cpu` asks for the same
-tests on the CPU. Needs pytest, pytest-timeout, hypothesis, httpx and psutil.
+tests on the CPU. Needs pytest, pytest-timeout, hypothesis, httpx and psutil; vLLM may lie in
+`$KIT/site`.
 """
 
 import argparse
@@ -46,7 +47,8 @@ def main() -> int:
     if arguments.device == "cpu":
         # Its kernels are interpreted; the tests of streams skip themselves.
         environment["TRITON_INTERPRET"] = "1"
-    sources = [str(ROOT / "src"), environment.get("PYTHONPATH", "")]
+    kit = Path(environment.get("KIT", Path.home() / "kit")) / "site"
+    sources = [str(ROOT / "src"), environment.get("PYTHONPATH", ""), str(kit) * kit.is_dir()]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sources))
     command = [sys.executable, "-m", "pytest", "-c", "tests/gpu.ini", "--rootdir", "."]
     command += [*arguments.pytest.split(), *paths]
