@@ -7,7 +7,6 @@ counted. Everything runs on the control loop and returns at once. Used by `tiers
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,18 +85,16 @@ class WriteBehind:
         """
         keys = [chunk.key for chunk in reservation.chunks]
         space = reservation.namespace
-        for at in range(0, len(keys), self._asker.batch_max):
-            part = keys[at : at + self._asker.batch_max]
-            if not owner or not self._has_place(part, space.chunk_bytes):
-                self._meters.unwritten_chunks += len(keys) - at
-                break
-            held = hold(self._store, owner, part)
+        # What is behind a gap is of no use, so the leading ones are kept.
+        count = min(len(keys), self._places(space.chunk_bytes)) if owner else 0
+        self._meters.unwritten_chunks += len(keys) - count
+        for at in range(0, count, self._asker.batch_max):
+            held = hold(self._store, owner, keys[at : min(count, at + self._asker.batch_max)])
             if held is not None:
                 self.bytes += held.size_bytes
                 self.chunks += len(held.keys)
-                self._queue.append(
-                    _Job(owner, space.id, space.shard_bytes, reservation.tenant.name, held)
-                )
+                tenant = reservation.tenant.name
+                self._queue.append(_Job(owner, space.id, space.shard_bytes, tenant, held))
         self._send()
 
     def life_ended(self) -> None:
@@ -111,11 +108,10 @@ class WriteBehind:
         while self._queue:
             self._release(self._queue.pop())
 
-    def _has_place(self, keys: Sequence[bytes], chunk_bytes: int) -> bool:
-        return (
-            self.bytes + len(keys) * chunk_bytes <= self._bytes_max
-            and self.chunks + len(keys) <= QUEUED_MAX_CHUNKS
-        )
+    def _places(self, chunk_bytes: int) -> int:
+        """Return how many more chunks of a size may be queued."""
+        by_bytes = max(0, self._bytes_max - self.bytes) // chunk_bytes
+        return min(by_bytes, QUEUED_MAX_CHUNKS - self.chunks)
 
     def _send(self) -> None:
         while self._queue and self._out < WRITES_AT_ONCE:

@@ -109,8 +109,12 @@ def stay_oldest(store: Store, keys: Iterable[bytes]) -> None:
 
 
 def vacate(store: Store, keys: Iterable[bytes]) -> None:
-    """Remove chunks from the arena, since they are kept elsewhere; leased slots stay for now."""
+    """Remove chunks from the arena, since they are kept elsewhere; leased slots stay for now.
+
+    They count as evicted: they leave room, too.
+    """
     for key in keys:
         entry = store.catalog.entries.get(key)
         if entry is not None and entry.refs:
             store.catalog.vacate(entry)
+            store.statistics.evicted += 1
