@@ -150,7 +150,9 @@ _OBSERVABILITY = (
     _noted("--metrics-sample-rate", "every request is counted"),
     _refused("--lookup-hash-log-dir", _LATER + "logs of lookups; leave the flag out", fine=("",)),
     *(
-        _noted(f"--lookup-hash-log-{name}", "there is no log of lookups in kvcellar 0.1", fine=(value,))
+        _noted(
+            f"--lookup-hash-log-{name}", "there is no log of lookups in kvcellar 0.1", fine=(value,)
+        )
         for name, value in (
             ("rotation-interval", "21600"),
             ("rotation-max-size", "104857600"),
