@@ -41,7 +41,7 @@ from kvcellar.store.entries import OwnerId
 from kvcellar.store.machine import Store
 from kvcellar.store.reservations import Reservation
 from kvcellar.telemetry.logs import EventLog
-from kvcellar.tiers.adapters import read_adapter
+from kvcellar.tiers.adapters import Adapter, read_adapter
 
 __all__ = ["Tiers"]
 
@@ -88,12 +88,7 @@ class Tiers:
         Raises:
             ConfigError: an adapter is not one.
         """
-        adapters = [
-            read_adapter(text, position=position)
-            for position, text in enumerate(config.tier_adapters())
-        ]
-        for note in itertools.chain(*(adapter.notes for adapter in adapters)):
-            _log.warning("flag without effect", note=note)
+        adapters = _read_adapters(config)
         self._config = config
         self._store = store
         self._roster = roster
@@ -334,6 +329,16 @@ class Tiers:
         self.fetches.give_up()
         self.writes.life_ended()
         self._store.owner_died(self._owner)
+
+
+def _read_adapters(config: ServerConfig) -> list[Adapter]:
+    adapters = [
+        read_adapter(text, position=position)
+        for position, text in enumerate(config.tier_adapters())
+    ]
+    for note in itertools.chain(*(adapter.notes for adapter in adapters)):
+        _log.warning("flag without effect", note=note)
+    return adapters
 
 
 def _ignore(_answer: TierAnswer | None) -> None:
