@@ -15,18 +15,27 @@ PAGE = Path(__file__).parent.parent / "docs" / "journey-of-a-chunk.md"
 FENCE = re.compile(r"^```(python|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def test_the_journey_of_a_chunk_happens_as_the_page_says():
+def test_the_journey_of_a_chunk_happens_as_the_page_says(tmp_path):
     blocks = FENCE.findall(PAGE.read_text(encoding="utf-8"))
-    assert [kind for kind, _ in blocks] == ["python", "text"] * 9
-    with RunningServer("--chunk-size", "32") as server:
+    assert [kind for kind, _ in blocks] == ["python", "text"] * 11
+    with contextlib.ExitStack() as stack:
+        flags = ("--chunk-size", "32", "--disk-path", str(tmp_path))
+        server = stack.enter_context(RunningServer(*flags))
 
         def status():
             with connect_tool("localhost", server.port) as tool:
-                return tool.call(Status, timeout_s=1).status
+                return tool.call(Status, timeout_s=5).status
+
+        def restart():
+            nonlocal server
+            server.kill()
+            server = stack.enter_context(RunningServer(*flags))
+            return server.port
 
         # Memory comes in the background; the page begins when the first step of it is there.
         eventually(lambda: status()["storage_manager"]["l1_manager"]["memory_total_bytes"])
         names = {"PORT": server.port, "os": os, "status": status}
+        names |= {"restart": restart, "eventually": eventually}
         printed = ""
         for kind, text in blocks:
             if kind == "python":
