@@ -75,13 +75,7 @@ class Tiers:
     """
 
     def __init__(
-        self,
-        config: ServerConfig,
-        store: Store,
-        roster: Roster,
-        *,
-        arena_fd: int,
-        clock: Clock,
+        self, config: ServerConfig, store: Store, roster: Roster, *, arena_fd: int, clock: Clock
     ) -> None:
         """Prepare; nothing happens before `start`.
 
