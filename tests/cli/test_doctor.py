@@ -1,5 +1,6 @@
 """`kvcellar doctor` tells what is right from what is wrong, and what to type, without harm."""
 
+import copy
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from tests.server.running import SOURCE, RunningServer
 
 from kvcellar.cli.checkup.findings import State
 from kvcellar.cli.checkup.host import examine_host
+from kvcellar.cli.checkup.servers import _health
 from kvcellar.cli.checkup.software import examine_software
 from kvcellar.cli.main import main
 from kvcellar.transport.holders import port_holder
@@ -74,6 +76,29 @@ def test_a_healthy_server_and_its_engines_are_found(doctor, server):
     assert f"by pid {server.process.pid} " in found[f"port {server.port}"]["found"]
     assert f"port {server.port} (boot " in found["sockets"]["found"]
     assert found["kernel"]["state"] == State.OK
+
+
+def test_what_a_server_says_of_itself_becomes_problems(server):
+    page = copy.deepcopy(server.status())
+    assert [each.state for each in _health(page)] == [State.OK]
+    own = page["kvcellar"]
+    own |= {"version": "0.0.9", "degraded": {"tiers": "the disk is gone"}}
+    own["parts"]["arena"] = "no memory"
+    own["arena"]["waits_for_bytes"] = 7
+    own["instances"] = [
+        {"name": "a", "refusal": "other sizes", "world_size": 1, "ranks": [0], "scheduler": True},
+        {"name": "b", "refusal": "", "world_size": 2, "ranks": [0], "scheduler": False},
+    ]
+    found = {each.name: each for each in _health(page)}
+    assert {name: each.state for name, each in found.items()} == {
+        "server": State.PROBLEM,
+        "server release": State.PROBLEM,
+        "server tiers": State.PROBLEM,
+        "server memory": State.PROBLEM,
+        "engine a": State.PROBLEM,
+        "engine b": State.NOTE,
+    }
+    assert "1 of 2 ranks and its scheduler half" in found["engine b"].found
 
 
 def test_a_free_port_is_no_problem(doctor, free_port):

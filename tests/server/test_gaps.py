@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 
-from tests.server.running import FLAGS, SOURCE, RunningServer, eventually, is_running
+import httpx
+from tests.server.running import FLAGS, SOURCE, WAIT_S, RunningServer, eventually, is_running
 
 from kvcellar import __version__
 
@@ -26,6 +27,8 @@ def start_failing(*flags):
 def test_a_frozen_http_process_is_unhealthy_until_it_goes_on():
     with RunningServer() as server:
         child = server.http_pid()
+        # Its first sign comes before its first answer; until then it is starting.
+        assert httpx.get(f"{server.http}/healthcheck", timeout=WAIT_S).status_code == 200
         os.kill(child, signal.SIGSTOP)
         try:
             page = eventually(lambda: not (p := server.status())["is_healthy"] and p)

@@ -13,7 +13,9 @@ from kvcellar.telemetry.logs import EventLog
 
 __all__ = ["HttpWatch"]
 
-_SILENT_S = 3.0
+_SILENT_S = 5.0
+_START_S = 30.0
+"""How long a new process may take to its first sign: a busy machine imports slowly."""
 _KILL_S = 20.0
 _INTERVAL_S = 1.0
 
@@ -62,5 +64,6 @@ class HttpWatch:
         """Return for how long it has been silent, 0 where that is not long."""
         if self._client is None:
             return 0.0
-        silent_s = self._clock.monotonic_s() - max(self._client.heard_s, self._attached_s)
-        return silent_s if silent_s > _SILENT_S else 0.0
+        heard_s = self._client.heard_s
+        silent_s = self._clock.monotonic_s() - (heard_s or self._attached_s)
+        return silent_s if silent_s > (_SILENT_S if heard_s else _START_S) else 0.0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvcellar import __version__
 from kvcellar.cli.asking import Asking, connect
 from kvcellar.cli.checkup.findings import Finding, note, ok, problem
 from kvcellar.client.web import ask
@@ -83,6 +84,12 @@ def _health(page: dict[str, Any]) -> Iterator[Finding]:
         yield problem("server", "; ".join(broken), "look at its log; restart it if it stays so")
     else:
         yield ok("server", f"node {own['node']}, kvcellar {own['version']}, healthy")
+    if own["version"] != __version__:
+        yield problem(
+            "server release",
+            f"{own['version']} runs, this Python has {__version__}",
+            "install the same release on both sides and restart the server",
+        )
     for name, reason in own.get("degraded", {}).items():
         yield problem(f"server {name}", f"{reason}; it costs misses only", "look at its log")
     waits_bytes = own["arena"]["waits_for_bytes"]
