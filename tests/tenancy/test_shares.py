@@ -103,7 +103,7 @@ def test_a_quota_of_nothing_and_one_that_is_taken_away():
     place.shares.set_limit("a", None)
     place.shares.check()
     assert place.give() == "b"
-    assert place.shares.limited() == []
+    assert [tenant.limit_bytes for tenant in place.shares] == [None, None]
 
 
 def test_who_is_idle_while_all_was_stored_anew_some_times_gives_way_first():

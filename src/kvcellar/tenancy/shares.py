@@ -40,7 +40,6 @@ class Shares:
     def __init__(self, capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
         self._known: dict[str, Tenant] = {}
-        self._limited: dict[str, Tenant] = {}
         self._promised_bytes = 0
         self._used_bytes = 0
         self._sharers = 0
@@ -73,10 +72,6 @@ class Shares:
     def tenant(self, name: str) -> Tenant:
         """Return the tenant of this name; one that holds nothing is forgotten unless charged."""
         return self._known.get(name) or Tenant(name)
-
-    def limited(self) -> list[Tenant]:
-        """Return the tenants that have a quota, in the order in which they were given one."""
-        return list(self._limited.values())
 
     def largest(self, count: int) -> list[Tenant]:
         """Return the `count` tenants that hold most, the largest first. Linear in the tenants."""
@@ -175,7 +170,6 @@ class Shares:
         assert self._promised_bytes == sum(tenant.limit_bytes or 0 for tenant in known)
         others = [t for t in known if t.limit_bytes is None]
         assert self._sharers == len(others), (self._sharers, len(others))
-        assert len(self._limited) == len(self._known) - len(others)
         assert len(self._others_by_age) == len(self._other_ranks)
         assert all(tenant.place >= 0 for tenant in self._others_by_age)
         seen = [tenant.seen_bytes for tenant in self._others_by_age]
@@ -184,11 +178,9 @@ class Shares:
             ranking.check()
 
     def _list(self, tenant: Tenant) -> None:
-        if tenant.limit_bytes is not None:
-            self._limited[tenant.name] = self._known[tenant.name] = tenant
-            return
-        self._limited.pop(tenant.name, None)
-        if not tenant.used_bytes:
+        if tenant.used_bytes or tenant.limit_bytes is not None:
+            self._known[tenant.name] = tenant
+        else:
             self._known.pop(tenant.name, None)
 
     def _ranking(self, tenant: Tenant) -> Ranking:
