@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from tests.engines.vllm.worker_rig import (
     LATENT,
     SHARD_BYTES,
@@ -16,6 +17,7 @@ from tests.engines.vllm.worker_rig import (
     until,
 )
 from tests.server.running import RunningServer
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvcellar.engines.copy_cpu import page_kernels
 from kvcellar.engines.vllm import copying
@@ -428,6 +430,14 @@ def test_closing_ends_everything_within_a_second_and_says_goodbye(start, numbers
     assert time.monotonic() - started_s < 1.0
     until(lambda: scheduling.status()["kvcellar"]["reservations"] == 0)
     assert scheduling.lookup(numbers[0]).count == 0
+
+
+def test_a_model_that_cannot_be_kept_is_refused_by_the_workers_which_come_first(server):
+    window = SlidingWindowSpec(
+        block_size=4, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=8
+    )
+    with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
+        Rig(server.port, spec=window)
 
 
 def test_a_layer_that_cannot_be_kept_is_refused_at_registration(server):

@@ -73,6 +73,7 @@ class Rig:
             compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(LAYERS, layer)),
             kv_transfer_config=SimpleNamespace(engine_id=instance),
             model_config=SimpleNamespace(model="a model"),
+            speculative_config=None,
         )
         self.kv_cache_config = KVCacheConfig(
             num_blocks=block_count,

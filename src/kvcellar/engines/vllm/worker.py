@@ -20,6 +20,7 @@ from kvcellar.engines.vllm.copying import Copying
 from kvcellar.engines.vllm.metadata import ConnectorMetadata, LoadJob, StoreJob, WorkerReport
 from kvcellar.engines.vllm.options import ConnectorOptions
 from kvcellar.engines.vllm.regions import LayerTensor, find_runs, shard_layout
+from kvcellar.engines.vllm.support import require_supported
 from kvcellar.engines.vllm.versions import software
 from kvcellar.layout.shard import ShardLayout
 from kvcellar.protocol.messages import Role
@@ -50,7 +51,12 @@ class WorkerHalf:
             kv_cache_config: the worker's own; its group lists this rank's layers.
             options: see `ConnectorOptions`.
             clock: the machine's when None.
+
+        Raises:
+            UnsupportedModelError: see `support`; vLLM makes the workers first, so this is where a
+                user reads it.
         """
+        require_supported(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
