@@ -156,12 +156,14 @@ def test_another_image_counts_and_the_record_with_the_fewest_differences_is_comp
 
 
 def test_another_engine_is_named_by_its_first_field(world):
-    world.bound(OTHER, "other", **{"cache.dtype": "bb", "model.dtype": "cc"})
+    fields = {"cache.dtype": "bb", "model.dtype": "cc", "layout.0": "dd"}
+    world.bound(OTHER, "other", **fields)
     there = record("a", namespace=OTHER, instance="other")
     miss = world.explain(there, record("b", when_s=50.0))
     assert miss.reason == "engine"
     assert miss.evidence["field"] == "cache.dtype"
-    assert miss.evidence["fields"] == ["cache.dtype", "model.dtype"]
+    # A layout differs because of something else, which is named first.
+    assert miss.evidence["fields"] == ["cache.dtype", "model.dtype", "layout.0"]
     assert (miss.evidence["here"], miss.evidence["there"]) == ("aa", "bb")
     assert "instance other" in miss.text
 

@@ -22,6 +22,9 @@ _SAME_TIME_S = 5.0
 _DIFFERENCES = 4
 """What two lookups of the same tokens can differ in: engine, adapter, salt, image."""
 
+_FOLLOWS = ("layout.", "shard_count")
+"""What differs because something else does is named after it."""
+
 _OUTCOMES = {
     "late": "the server's answer did not come within the lookup's time; it was computed",
     "gate": "loading what was found would have taken longer than computing it",
@@ -198,9 +201,10 @@ class Explainer:
         theirs = self._recent.namespace(other.namespace)
         mine: Mapping[str, str] = ours.fields if ours is not None else {}
         yours: Mapping[str, str] = theirs.fields if theirs is not None else {}
-        names = sorted(
+        differing = (
             name for name in mine.keys() | yours.keys() if mine.get(name) != yours.get(name)
         )
+        names = sorted(differing, key=lambda name: (name.startswith(_FOLLOWS), name))
         if not names:
             text = "the same tokens were looked up by an engine with another namespace"
             return _Finding("engine", text, {})
