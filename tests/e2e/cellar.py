@@ -36,6 +36,7 @@ class Cellar(Program):
         l1_gb: float = 1.0,
         command: Sequence[str] = SERVER,
         ports: tuple[int, int] | None = None,
+        flags: Sequence[str] = (),
     ) -> None:
         """Prepare it; nothing runs yet.
 
@@ -45,11 +46,12 @@ class Cellar(Program):
             l1_gb: size of L1 in GB of 1024³ bytes.
             command: which of the commands starts it.
             ports: engines' and HTTP; None takes free ones.
+            flags: more of them; they count before those that it always gets.
         """
         self.port, self.http_port = ports or (free_port(), free_port())
         words = [*command, "--port", str(self.port), "--http-port", str(self.http_port)]
         words += ["--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU", "--chunk-size", "256"]
-        words += ["--instance-id", name]
+        words += ["--instance-id", name, *flags]
         super().__init__(name, words, folder=folder)
         self.ports = (self.port, self.http_port)
         self.http = httpx.Client(
