@@ -10,13 +10,14 @@ __all__ = ["lmcache_transfer", "own_transfer", "watched"]
 
 
 def lmcache_transfer(cellar: Cellar) -> dict[str, object]:
-    """Say what LMCache's guide says, with the server's port."""
+    """Say what LMCache's guide says, with the server's port, and that every hit is loaded."""
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://localhost",
             "lmcache.mp.port": cellar.port,
+            "kvcellar.gate": False,
         },
     }
 
