@@ -134,4 +134,4 @@ class Disk(RuleBasedStateMachine):
 
 
 TestDisk = Disk.TestCase
-TestDisk.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestDisk.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)

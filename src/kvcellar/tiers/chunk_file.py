@@ -5,6 +5,7 @@ and the caller's views; only the header and what is left of a shard below a whol
 a small buffer of the thread's own. Called on the file-system tier's threads.
 """
 
+import errno
 import mmap
 import os
 import stat
@@ -69,13 +70,21 @@ def occupied_bytes(path: Path) -> int:
     return path.lstat().st_blocks * BLOCK_BYTES
 
 
-def write_chunk(temporary: Path, path: Path, write: ChunkWrite, *, direct: bool) -> int:
+def write_chunk(
+    temporary: Path,
+    path: Path,
+    write: ChunkWrite,
+    disk: AbstractContextManager[object],
+    *,
+    direct: bool,
+) -> int:
     """Make a file that appears as a whole under `path`, replacing what is there.
 
     Args:
         temporary: where it is written first, on the same file system; gone afterwards.
         path: where it appears; its folder is made where it is missing.
         write: record and views.
+        disk: held while the file is written.
         direct: with O_DIRECT.
 
     Returns:
@@ -87,14 +96,9 @@ def write_chunk(temporary: Path, path: Path, write: ChunkWrite, *, direct: bool)
     parts = _parts(write.record.shard_bytes, write.views, is_write=True)
     header = pack_header(write.record)
     parts[0][: len(header)] = header
-    flags = _WRITE | (os.O_DIRECT if direct else 0)
-    fd = _with_folder(temporary.parent, lambda: os.open(temporary, flags, 0o600))
     try:
-        try:
-            _move(os.pwritev, fd, parts)
-            status = os.fstat(fd)
-        finally:
-            os.close(fd)
+        with disk:
+            status = _write(temporary, parts, direct=direct)
         _with_folder(path.parent, lambda: temporary.replace(path))
     except BaseException:
         _forget(temporary)
@@ -158,6 +162,18 @@ def read_header(path: Path, key: bytes) -> ChunkRecord:
     if status.st_size != record_bytes(record.shard_bytes):
         raise DamagedRecordError(f"{status.st_size} bytes, not those of its shards")
     return record
+
+
+def _write(path: Path, parts: Parts, *, direct: bool) -> os.stat_result:
+    """Write a new file, and return its status."""
+    flags = _WRITE | (os.O_DIRECT if direct else 0)
+    fd = _with_folder(path.parent, lambda: os.open(path, flags, 0o600))
+    try:
+        if _move(os.pwritev, fd, parts) != sum(map(len, parts)):
+            raise OSError(errno.ENOSPC, "not all of it was written")
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
 
 
 def _read(path: Path, parts: Parts, size_bytes: int, *, direct: bool) -> int:

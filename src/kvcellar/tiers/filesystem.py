@@ -84,10 +84,12 @@ class FileSystemTier(Tier):
             may_evict=options.may_evict,
         )
         self._traffic = Traffic()
-        # Twice as many threads as may read: while one half proves, the other keeps the disk busy.
+        # Twice as many threads as may be at the disk: while one half proves bytes or renames files,
+        # the other keeps the disk busy.
         self._readers = ThreadPoolExecutor(2 * options.workers, f"{options.name}-read")
         self._disk = threading.BoundedSemaphore(options.workers)
-        self._writers = ThreadPoolExecutor(-(-options.workers // 2), f"{options.name}-write")
+        self._writers = ThreadPoolExecutor(options.workers, f"{options.name}-write")
+        self._disk_for_writes = threading.BoundedSemaphore(-(-options.workers // 2))
         self._numbers = itertools.count()
         self._log_rate = OncePer(clock, _LOG_INTERVAL_S)
         self._lock = threading.Lock()
@@ -325,12 +327,16 @@ class FileSystemTier(Tier):
         path = self._folder.path(key)
         self._folder.check_device()
         try:
-            occupied = write_chunk(temporary, path, write, direct=self._direct)
+            occupied = write_chunk(
+                temporary, path, write, self._disk_for_writes, direct=self._direct
+            )
         except OSError as error:
             needed_bytes = record_bytes(write.record.shard_bytes)
             if error.errno not in _FULL or not self._room.free(needed_bytes):
                 raise
-            occupied = write_chunk(temporary, path, write, direct=self._direct)
+            occupied = write_chunk(
+                temporary, path, write, self._disk_for_writes, direct=self._direct
+            )
         for name in (path.parent.name, "."):
             self._index.set_fixed(name, self._folder.occupied_bytes(name))
         return occupied
