@@ -1,10 +1,23 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvcellar.errors import ConfigError
 from kvcellar.tiers.adapters import FileSystemOptions, read_adapter
+
+
+def test_reading_adapters_needs_nothing_heavy():
+    """The control process does it, and must not share its time with what moves bytes."""
+    code = (
+        "import sys, kvcellar.tiers.adapters, kvcellar.tiers.base\n"
+        "print(sorted({'numpy', 'numba', 'torch'} & set(sys.modules)))"
+    )
+    words = [sys.executable, "-c", code]
+    answer = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert answer.stdout == "[]\n"
 
 
 def read(**words):

@@ -22,7 +22,7 @@ from kvcellar.clock import SystemClock
 from kvcellar.errors import TierOwnedError, TierUnavailableError
 from kvcellar.testing.chunks import make_chunk, make_key, make_want
 from kvcellar.tiers.adapters import FileSystemOptions
-from kvcellar.tiers.base import TENANTS_MAX, WriteOutcome
+from kvcellar.tiers.base import TENANTS_MAX, ChunkRecord, WriteOutcome
 from kvcellar.tiers.filesystem import FileSystemTier
 from kvcellar.tiers.index import ChunkIndex
 from kvcellar.units import MIB
@@ -241,7 +241,7 @@ def test_more_tenants_than_are_named_are_summed(base):
     index = ChunkIndex()
     index.complete()
     for number in range(TENANTS_MAX + 5):
-        record = make_chunk(number, (1,), tenant=f"t{number}").record
+        record = ChunkRecord(make_key(number), bytes(32), (1,), (0,), tenant=f"t{number}")
         assert index.begin_write(record.key, 4096)
         index.end_write(record, 4096 * (number + 1))
     named = index.tenant_bytes()
@@ -250,24 +250,29 @@ def test_more_tenants_than_are_named_are_summed(base):
     index.check()
 
 
+WRITER = """
+import sys
+from pathlib import Path
+from kvcellar.testing.chunks import aligned_view, make_key
+from kvcellar.tiers.base import ChunkRecord, ChunkWrite
+from tests.tiers.folders import open_folder
+
+sizes = (16 << 20,) * 4
+record = ChunkRecord(make_key(100), bytes(32), sizes, (0,) * 4)
+chunk = ChunkWrite(record, tuple(map(aligned_view, sizes)))
+with open_folder(Path(sys.argv[1]), cap_bytes=128 << 20) as tier:
+    print("writing", flush=True)
+    while True:
+        tier.write_many([chunk], timeout_s=30)
+        tier.delete([record.key], timeout_s=30)
+"""
+
+
 def test_a_tier_that_dies_in_a_large_write_leaves_nothing_behind(base):
     """SIGKILL while a chunk of 64 MiB is being written; then a new life of the folder."""
     with open_folder(base, cap_bytes=128 * MIB) as tier:
         write(tier, chunk_of(1), chunk_of(2))
-    code = (
-        "import sys, threading\n"
-        "from tests.tiers.folders import open_folder\n"
-        "from kvcellar.testing.chunks import make_chunk\n"
-        "from pathlib import Path\n"
-        f"base = Path({str(base)!r})\n"
-        "chunks = [make_chunk(100 + n, (16 << 20,) * 4) for n in range(2)]\n"
-        f"with open_folder(base, cap_bytes=128 << 20) as tier:\n"
-        "    print('writing', flush=True)\n"
-        "    while True:\n"
-        "        tier.write_many(chunks, timeout_s=30)\n"
-        "        tier.delete([chunk.record.key for chunk in chunks], timeout_s=30)\n"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", WRITER, str(base)], stdout=subprocess.PIPE)
     try:
         assert child.stdout.readline() == b"writing\n"
         while not unfinished_bytes(base):
@@ -285,16 +290,16 @@ def test_a_tier_that_dies_in_a_large_write_leaves_nothing_behind(base):
 
 
 def test_reads_and_a_census_of_many_files_go_together(base):
-    chunks = [make_chunk(number, (4096,)) for number in range(600)]
+    chunks = [make_chunk(number, (4096,)) for number in range(300)]
     with open_folder(base) as tier:
-        for start in range(0, 600, 200):
-            write(tier, *chunks[start : start + 200])
+        write(tier, *chunks[:150])
+        write(tier, *chunks[150:])
     tier = FileSystemTier(FileSystemOptions(name="disk", base_path=base), SystemClock())
     try:
         wants = [make_want(chunk) for chunk in chunks[:200]]
         assert tier.read_many(wants, timeout_s=30).count == 200
         assert tier.wait_until_counted(30)
         check(tier, base)
-        assert tier.usage().chunks == 600
+        assert tier.usage().chunks == 300
     finally:
         tier.close()
