@@ -4,7 +4,6 @@ Every rank has its own link, pages and jobs. A copy happens whole steps after it
 test wants it, so blocks that were not kept would be read or written too late and seen to be wrong.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,13 +14,14 @@ from kvcellar.clock import SystemClock
 from kvcellar.engines.vllm.metadata import JobResult, WorkerReport
 from kvcellar.errors import KVCellarError
 from kvcellar.layout.shard import PageRegion, ShardLayout
+from kvcellar.memory.seal import seal
 from kvcellar.protocol.messages import REF_BYTES, Abort, Commit, Damaged, Role
 
 WAIT_S = 20.0
 
 
 def seal_of(key, rank, data):
-    return hashlib.blake2b(key + bytes([rank]) + data, digest_size=8).digest()
+    return seal(data, bytes(key), rank).to_bytes(8, "little")
 
 
 @dataclass
