@@ -7,6 +7,7 @@ the scheduler half, on the engine's thread.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -182,23 +183,26 @@ class Gatekeeper:
         self.gate.note_queue(sum(prefill.predict_s(part) or 0.0 for part in queue))
         return self._number
 
-    def end_step(self, number: int) -> None:
-        """Learn from a step that the workers report; 0 is none."""
+    def learn(self, number: int, jobs: Mapping[int, JobResult]) -> None:
+        """Learn from what the workers report.
+
+        Args:
+            number: of the step that has ended; 0 is none.
+            jobs: results of loads and stores that every rank has reported, by job id.
+        """
         now_s = self._clock.monotonic_s()
         while self._steps and self._steps[0].number <= number:
             step = self._steps.popleft()
             if step.number == number:
                 self._measure(step, now_s)
-
-    def end_job(self, job_id: int, result: JobResult) -> None:
-        """Learn from a load or store that every rank has reported."""
-        self.gate.link.end(
-            job_id,
-            copy_s=result.copy_s,
-            wait_s=result.wait_s,
-            size_bytes=result.size_bytes,
-            is_good=not result.ranks_failed,
-        )
+        for job_id, result in jobs.items():
+            self.gate.link.end(
+                job_id,
+                copy_s=result.copy_s,
+                wait_s=result.wait_s,
+                size_bytes=result.size_bytes,
+                is_good=not result.ranks_failed,
+            )
 
     def has_news(self, session: object) -> bool:
         """Return whether a session was not told yet what the gate has decided; then it is."""

@@ -88,6 +88,7 @@ class RequestState:
         tokens_end: only chunks of so many leading tokens are offered.
         next_chunk: the first chunk that has not been offered to the server.
         offer_after_s: when to offer again after the server had no memory or said nothing.
+        load_stop: tokens that are there once what was promised to vLLM last has been loaded.
         may_save: whether chunks are offered at all.
         may_load: False once a load failed or a lookup was not answered in time.
         adapter: what names its adapter; None without one.
@@ -101,6 +102,7 @@ class RequestState:
     tokens_end: int = 0
     next_chunk: int = 0
     offer_after_s: float = 0.0
+    load_stop: int = 0
     may_save: bool = True
     may_load: bool = True
     adapter: bytes | None = None

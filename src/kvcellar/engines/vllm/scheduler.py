@@ -184,6 +184,7 @@ class SchedulerHalf:
                     state.may_load, tokens = False, 0
                 if tokens:
                     tokens = self._choose(state, computed_tokens, tokens)
+                    state.load_stop = computed_tokens + tokens
                 return tokens, bool(tokens)
         return 0, False
 
@@ -196,7 +197,6 @@ class SchedulerHalf:
             external_tokens: what `matched_tokens` said, or 0: nothing is to be loaded (by us).
         """
         state = self._state(request)
-        verdict = None
         with self.fuse:
             verdict = self.gatekeeper.admit(state.request_id, loads=external_tokens > 0)
             if external_tokens == 0:
@@ -207,18 +207,18 @@ class SchedulerHalf:
             return
         # Outside of the fuse: a load that vLLM waits for and nobody runs would never end.
         answer, job_id = self.lookups.take(state), next(self._job_ids)
-        chunk_stop = verdict.stop_chunk if verdict is not None else answer.count
+        chunk_tokens = answer.bound.chunk_tokens
         self.loads.plan(
             job_id,
             state,
             answer,
             block_ids=block_ids,
-            chunk_stop=chunk_stop,
+            chunk_stop=state.load_stop // chunk_tokens,
             token_count=external_tokens,
         )
-        chunk_tokens = answer.bound.chunk_tokens
-        chunks = -(-external_tokens // chunk_tokens)
-        self.gatekeeper.begin_load(job_id, chunks * chunk_tokens)
+        with self.fuse:
+            chunks = -(-external_tokens // chunk_tokens)
+            self.gatekeeper.begin_load(job_id, chunks * chunk_tokens)
 
     def build_metadata(self, scheduler_output: Any) -> ConnectorMetadata:
         """Return the step's jobs; called at the end of every step, also of an empty one."""
@@ -242,7 +242,6 @@ class SchedulerHalf:
             report = connector_output.kv_connector_worker_meta
             if not isinstance(report, WorkerReport):
                 return
-            self.gatekeeper.end_step(report.step)
             known = WorkerReport(self._reports).aggregate(report).jobs
             over = {
                 job_id: result
@@ -251,9 +250,10 @@ class SchedulerHalf:
             }
             self._reports = {id_: known[id_] for id_ in known.keys() - over.keys()}
             for job_id, result in over.items():
-                self.gatekeeper.end_job(job_id, result)
                 if not self.loads.end(job_id, result):
                     self.stores.end(job_id, result)
+            # Last: whatever happens to it, the jobs are accounted for.
+            self.gatekeeper.learn(report.step, over)
 
     def on_finished(self, request: Any) -> None:
         """Forget a request that ended in whatever way; its copies run on."""
