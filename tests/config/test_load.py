@@ -101,7 +101,6 @@ def test_every_flag_is_heard(tmp_path):
         (("--l1-size-gb", "2", "--eviction-policy", "lru"), ["did you mean LRU?"]),
         (("--l1-size-gb", "2", "--eviction-policy", "x"), ["choose LRU or IsolatedLRU or noop"]),
         (("--l1-size-gb", "2", "--eviction-policy", "ARC"), ["not yet", "use LRU"]),
-        (("--l1-size-gb", "2", "--eviction-policy", "ARC"), ["not yet", "use LRU"]),
         ((*NEEDED, "--port", "65536"), ["--port 65536", "1 to 65535"]),
         ((*NEEDED, "--port", "x"), ["--port x"]),
         ((*NEEDED, "--http-port", "-1"), ["--http-port -1"]),
