@@ -2,10 +2,11 @@
 """Say what int8 chunks do to a real model's answers: `make quality`.
 
 A context is prefilled in one go, and its KV is what every other row is compared with: the KV of
-the same context prefilled in pieces (what bf16 itself costs: an engine splits as its batch allows),
-the KV that went through `--l1-codec int8` (the very kernels, on a CPU under Triton's interpreter),
-and the KV as plain fp8 e4m3. Behind each the model reads the same tokens twice over: how the text
-goes on, and a passage of the context once more, which needs attention to look up exact places.
+the same context prefilled in pieces (an engine splits as its batch allows), the KV computed in
+float32 and rounded (what bf16 arithmetic itself costs), the KV that went through `--l1-codec int8`
+(the very kernels, on a CPU under Triton's interpreter), and the KV as plain fp8 e4m3. Behind each
+the model reads the same tokens twice over: how the text goes on, and a passage of the context once
+more, which needs attention to look up exact places.
 
 Every operation's result is bf16, as in an engine. Products are added up in float32, as a GPU does;
 where there is none, float32 weights do it, for bf16 products of older CPUs are ten times slower.
@@ -76,6 +77,7 @@ class Model:
         """Load them from a folder."""
         load = transformers.AutoModelForCausalLM.from_pretrained
         self.net = load(folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval().to(DEVICE)
+        self.exact = load(folder, dtype=torch.float32, attn_implementation="sdpa").eval().to(DEVICE)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         if DEVICE == "cpu":
             _add_up_in_float32(self.net)
@@ -93,6 +95,13 @@ class Model:
         for piece in context.split(piece_tokens):
             self.net(piece[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
         return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+
+    def prefill_in_float32(self, context: torch.Tensor) -> KV:
+        """Return the KV of a context, computed in float32 and rounded to bf16 at the end."""
+        cache = transformers.DynamicCache()
+        self.exact(context[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        kv = [(layer.keys, layer.values) for layer in cache.layers]
+        return [(keys.to(torch.bfloat16), values.to(torch.bfloat16)) for keys, values in kv]
 
     def read(self, kv: KV, tokens: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities after each of `tokens`, float32, behind a context's KV."""
@@ -218,6 +227,7 @@ KINDS: dict[str, Callable[[Model, torch.Tensor, KV], KV]] = {
     f"prefilled in pieces of {PIECE_TOKENS}": lambda model, context, _: model.prefill(
         context, piece_tokens=PIECE_TOKENS
     ),
+    "computed in float32": lambda model, context, _: model.prefill_in_float32(context),
     "int8": lambda _model, _context, kv: through_int8(kv),
     "fp8 e4m3": lambda _model, _context, kv: through_fp8(kv),
 }
@@ -233,8 +243,8 @@ def measure_window(
     counted = {"continue": 0, "copy": SETTLING_TOKENS}
     reference = model.prefill(context, piece_tokens=context_tokens)
     expected = {task: model.read(reference, tokens) for task, tokens in read.items()}
-    for kind, make in KINDS.items():
-        kv = make(model, context, reference)
+    for kind in dict.fromkeys(kind for kind, _ in rows):
+        kv = KINDS[kind](model, context, reference)
         for task, tokens in read.items():
             got, want, first = model.read(kv, tokens), expected[task], counted[task]
             rows[kind, task].add(want[first:-1], got[first:-1], tokens[first + 1 :])
@@ -278,13 +288,14 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=2, help="of each text")
     parser.add_argument("--context", type=int, default=2048, help="tokens; whole chunks of 256")
     parser.add_argument("--read", type=int, default=320, help="tokens of each task")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="of KV; repeat it")
     parser.add_argument("--json", type=Path, help="keep the figures in this file")
     arguments = parser.parse_args()
     if not (arguments.model / "config.json").is_file():
         sys.exit(f"no model in {arguments.model}: run `make setup`, or name one with --model")
     started_s = time.monotonic()
     model = Model(arguments.model)
-    rows = {(kind, task): Row() for kind in KINDS for task in TASKS}
+    rows = {(kind, task): Row() for kind in arguments.kind or KINDS for task in TASKS}
     length = arguments.context + arguments.read
     with torch.inference_mode():
         for name, text in texts(arguments.text).items():
@@ -301,8 +312,8 @@ def main() -> int:
                     f"{time.monotonic() - started_s:.0f} s",
                     flush=True,
                 )
+                print(table(rows), flush=True)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {DEVICE}")
-    print(table(rows))
     if arguments.json:
         figures = {f"{task}: {kind}": row.figures() for (kind, task), row in rows.items()}
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
