@@ -201,7 +201,8 @@ def interleaved(storage):
 def test_random_kv_that_left_the_device_comes_back_byte_for_byte(make_runs, is_registered):
     """Any number of chunks goes to an arena, the pages are overwritten, and all of it is loaded."""
     pool = torch.randint(0, 256, (POOL_BLOCKS * LAYERS * PAGE,), dtype=torch.uint8, device="cuda")
-    copier = open_copier(make_runs(pool.untyped_storage()))
+    runs = make_runs(pool.untyped_storage())
+    copier = open_copier(runs)
     size = copier.shard_bytes(CHUNK_BLOCKS, fidelity=EXACT)
     arena_bytes = 160 * MIB
     source = np.random.default_rng(3)
@@ -212,30 +213,38 @@ def test_random_kv_that_left_the_device_comes_back_byte_for_byte(make_runs, is_r
                 copier.adopt(view, start=0, stop=arena_bytes)
             for count in (1, 2, 3, 7, 8, 16, 33, 64):
                 order = source.permutation(POOL_BLOCKS)[: count * CHUNK_BLOCKS].astype(np.int64)
-                chunks = list(order.reshape(count, CHUNK_BLOCKS))
                 places = source.permutation(arena_bytes // size)[:count] * size
-                slots = [np.frombuffer(view.view, np.uint8, size, at) for at in places]
-                before = pool.clone()
-                sums = copier.store(chunks, slots, fidelity=EXACT, after=copier.mark())
-                for slot, total in zip(slots, sums, strict=True):
-                    assert total == seal.partial_sum(slot, 0)
-                targets = [chunk.copy() for chunk in chunks]
-                targets[0][: CHUNK_BLOCKS // 2] = NOT_WRITTEN
-                for run in make_runs(pool.untyped_storage()):
-                    pages = pool[run.offset_bytes :].as_strided(
-                        (run.block_count, run.page_bytes), (run.stride_bytes, 1)
-                    )
-                    wanted = np.concatenate(targets)
-                    pages[torch.from_numpy(wanted[wanted >= 0]).cuda()] = 0xA5
-                assert not torch.equal(pool, before)
-                good = copier.load(
-                    slots,
-                    targets,
-                    fidelity=EXACT,
-                    is_sealed=lambda index, total, sums=sums: total == sums[index],
-                    after=copier.mark(),
+                there_and_back(
+                    copier,
+                    pool,
+                    runs,
+                    chunks=list(order.reshape(count, CHUNK_BLOCKS)),
+                    slots=[np.frombuffer(view.view, np.uint8, size, at) for at in places],
                 )
-                assert good == count
-                assert torch.equal(pool, before)
-                del slots
             copier.disown(view)
+
+
+def there_and_back(copier, pool, runs, *, chunks, slots):
+    """Store chunks, overwrite their pages but for some, and load those."""
+    before = pool.clone()
+    sums = copier.store(chunks, slots, fidelity=EXACT, after=copier.mark())
+    assert sums == [seal.partial_sum(slot, 0) for slot in slots]
+    targets = [chunk.copy() for chunk in chunks]
+    targets[0][: CHUNK_BLOCKS // 2] = NOT_WRITTEN
+    wanted = np.concatenate(targets)
+    ids = torch.from_numpy(wanted[wanted >= 0]).to(pool.device)
+    for run in runs:
+        pages = pool.as_strided(
+            (run.block_count, run.page_bytes), (run.stride_bytes, 1), run.offset_bytes
+        )
+        pages[ids] = 0xA5
+    assert not torch.equal(pool, before)
+    good = copier.load(
+        slots,
+        targets,
+        fidelity=EXACT,
+        is_sealed=lambda index, total: total == sums[index],
+        after=copier.mark(),
+    )
+    assert good == len(chunks)
+    assert torch.equal(pool, before)
