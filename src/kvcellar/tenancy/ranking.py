@@ -4,21 +4,12 @@ A tenant's rank changes with every chunk that it stores, and its place is then f
 search; that is all that the standard library's heap lacks. Used by `shares` only.
 """
 
-from typing import NamedTuple
-
 __all__ = ["Rank", "Ranking", "Tenant"]
 
 
-class Rank(NamedTuple):
-    """What decides between two tenants: the larger use, and of equal ones the older.
-
-    Attributes:
-        use: bytes used, as a part of the quota where there is one.
-        age: minus the tick of the last use.
-    """
-
-    use: float
-    age: int
+Rank = tuple[float, int]
+"""What decides between two tenants: bytes used (as a part of the quota where there is one), then
+minus the tick of the last use."""
 
 
 class Tenant:
@@ -53,7 +44,7 @@ class Tenant:
         self.evicted = 0
         self.tick = 0
         self.seen_bytes = 0
-        self.rank = Rank(0.0, 0)
+        self.rank: Rank = (0.0, 0)
         self.place = -1
 
 
@@ -96,24 +87,17 @@ class Ranking:
 
     def _settle(self, tenant: Tenant) -> None:
         heap, place, rank = self._heap, tenant.place, tenant.rank
-        while place and heap[(place - 1) // 2].rank < rank:
-            place = self._move(heap[(place - 1) // 2], place)
-        while (below := self._greater_child(place)) is not None and below.rank > rank:
-            place = self._move(below, place)
+        while place and (above := heap[(place - 1) // 2]).rank < rank:
+            heap[place] = above
+            above.place, place = place, (place - 1) // 2
+        count = len(heap)
+        while (at := 2 * place + 1) < count:
+            if at + 1 < count and heap[at + 1].rank > heap[at].rank:
+                at += 1
+            below = heap[at]
+            if below.rank <= rank:
+                break
+            heap[place] = below
+            below.place, place = place, at
         heap[place] = tenant
         tenant.place = place
-
-    def _greater_child(self, place: int) -> Tenant | None:
-        pair = self._heap[2 * place + 1 : 2 * place + 3]
-        return max(pair, key=_rank_of, default=None)
-
-    def _move(self, tenant: Tenant, place: int) -> int:
-        """Put `tenant` at `place` and return where it was."""
-        left = tenant.place
-        self._heap[place] = tenant
-        tenant.place = place
-        return left
-
-
-def _rank_of(tenant: Tenant) -> Rank:
-    return tenant.rank

@@ -150,7 +150,7 @@ class Shares:
     def next_to_give(self) -> Tenant | None:
         """Return the tenant that gives way next, of those that have something to give."""
         limited, other = self._top(self._limited_ranks), self._top(self._other_ranks)
-        if limited is not None and limited.rank.use > 1.0:
+        if limited is not None and limited.rank[0] > 1.0:
             return limited
         if other is None:
             return limited
@@ -159,7 +159,7 @@ class Shares:
             return oldest
         if limited is None:
             return other
-        use = Rank(other.used_bytes / self.share_bytes, other.rank.age)
+        use = (other.used_bytes / self.share_bytes, other.rank[1])
         return limited if limited.rank > use else other
 
     def check(self) -> None:
@@ -188,8 +188,8 @@ class Shares:
 
     def _rank(self, tenant: Tenant) -> Rank:
         if tenant.limit_bytes is None:
-            return Rank(tenant.used_bytes, -tenant.tick)
-        return Rank(tenant.used_bytes / max(tenant.limit_bytes, 1), -tenant.tick)
+            return tenant.used_bytes, -tenant.tick
+        return tenant.used_bytes / max(tenant.limit_bytes, 1), -tenant.tick
 
     def _rank_again(self, tenant: Tenant) -> None:
         if tenant.place >= 0:
