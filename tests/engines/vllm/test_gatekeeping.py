@@ -7,6 +7,7 @@ import pytest
 from tests.engines.vllm.conftest import CHUNK_TOKENS
 from tests.engines.vllm.test_scheduling import MODES, prompt  # noqa: F401 - a fixture.
 from tests.engines.vllm.toy_engine import ToyEngine
+from tests.engines.vllm.toy_model import answer
 from tests.engines.vllm.toy_play import play
 from tests.engines.vllm.toy_worker import Delays
 from tests.server.running import eventually
@@ -161,6 +162,25 @@ def test_a_part_of_a_hit_is_loaded_and_the_rest_computed(engine, prompt):  # noq
     one.reset()
     one.ask(text[:80], params={"kvcellar.skip_save": True})
     assert one.ask(text)[1] == 128 - 80
+
+
+class Broken(Fixed):
+    """Fails once vLLM has made room for what was promised."""
+
+    def settle(self, verdict):
+        raise ValueError("broken")
+
+
+def test_a_fault_in_the_gate_ends_caching_and_loads_what_was_promised(toy, cellar, prompt):  # noqa: F811
+    gate = Broken(lambda hit: Verdict(Outcome.SHORTENED, hit.stop_chunk - 2, 1.0, 2.0))
+    with TimedEngine(toy, cellar.port, gate=gate) as one:
+        one.wait_bound()
+        text = prompt(200)
+        one.ask(text)
+        one.reset()
+        assert one.ask(text) == (answer(text, 2), 192 - 2 * CHUNK_TOKENS)
+        assert isinstance(one.half.fuse.blown, ValueError)
+        assert len(one.half.loads) == 0
 
 
 def test_a_switch_turns_it_off(toy, cellar, prompt):  # noqa: F811
