@@ -183,6 +183,12 @@ class TestClear:
         with disk.engine() as engine:
             engine.put(1, 2)
             disk.wait_written(2)
+            said = httpx.get(f"{disk.http}/metrics").text
+            assert 'kvcellar_tier_written_chunks_total{tier="fs-0"} 2' in said
+            assert 'kvcellar_tier_up{tier="fs-0"} 1' in said
+            assert {f"kvcellar_{name}" for name in ("tier_fetches_total", "tier_cap_bytes")} <= {
+                line.partition(" ")[0].partition("{")[0] for line in said.splitlines()
+            }
             answer = httpx.post(f"{disk.http}/cache/clear", json={"tier": "all"})
             assert answer.json()["tier_chunks"] == 2
             engine.put(1)
@@ -233,6 +239,18 @@ class TestTheProcess:
             assert (own["leases"], own["reservations"]) == (0, 0)
             assert server.status_metrics()["kvcellar_tier_restarts_total"] == 1
             assert server.status_metrics()["kvcellar_tier_unwritten_chunks_total"] == 1
+
+    def test_one_that_stays_frozen_is_replaced_and_lets_go_of_what_it_held(self, disk):
+        with disk.engine() as engine:
+            pid = disk.tier_pid()
+            os.kill(pid, signal.SIGSTOP)
+            engine.put(1)
+            assert disk.status()["kvcellar"]["leases"] == 1
+            eventually(lambda: not is_running(pid), timeout_s=30)
+            eventually(lambda: disk.status()["kvcellar"]["leases"] == 0)
+            eventually(lambda: disk.tier().get("is_healthy"))
+            engine.put(2)
+            disk.wait_written(1)
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
     def test_it_ends_with_the_server(self, disk, number):
