@@ -63,7 +63,7 @@ class Bed:
     def __init__(self, folder: Path, case: Case) -> None:
         """Fill the arena with random bytes and open a tier."""
         self.case = case
-        self.count = max(8, ROUND_BYTES // case.chunk_bytes)
+        self.count = max(16, ROUND_BYTES // case.chunk_bytes)
         self.slot_bytes = sum(align_up(size, 4096) for size in case.shard_bytes)
         arena_bytes = self.count * self.slot_bytes
         self.arena = Arena.create(arena_bytes, arena_bytes)
