@@ -79,14 +79,6 @@ class TestHits:
         one.reset()
         assert [one.ask(text)[1] for text in texts] == [192] * 4
 
-    def test_an_engine_that_cannot_resume_a_prefill_loads_whole_prompts_only(self, engine, prompt):
-        one, texts = engine(prefix_caching=False), [prompt(200), prompt(193), prompt(192)]
-        one.half._can_resume = False
-        for text in texts:
-            one.ask(text)
-        one.settle()
-        assert [one.ask(text)[1] for text in texts] == [0, 192, 192]
-
     def test_only_what_vllm_lacks_is_loaded(self, engine, prompt):
         """vLLM holds five blocks, so the load begins inside of the third chunk."""
         one, text = engine(), prompt(200)

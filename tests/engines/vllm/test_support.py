@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvcellar.engines.vllm.support import can_resume_prefill, require_supported
+from kvcellar.engines.vllm.support import require_supported
 from kvcellar.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.engine
@@ -92,18 +92,18 @@ def test_other_groups_are_named(specs, names):
     assert "--kv-transfer-config" in str(refusal.value)
 
 
-def test_only_mla_without_chunked_prefill_on_a_cpu_cannot_resume_a_prefill():
-    def can(device="cpu", *, mla=True, chunked=False):
-        return can_resume_prefill(
-            SimpleNamespace(
-                device_config=SimpleNamespace(device_type=device),
-                model_config=SimpleNamespace(use_mla=mla),
-                scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
-            )
-        )
+def test_mla_that_cannot_compute_after_a_load_is_refused():
+    latent = MLAAttentionSpec(**{**HEADS, "num_kv_heads": 1})
 
-    assert not can()
-    assert all([can("cuda"), can(mla=False), can(chunked=True)])
+    def require(spec, device="cpu", *, is_chunked=False):
+        config = settings()
+        config.device_config = SimpleNamespace(device_type=device)
+        config.scheduler_config = SimpleNamespace(enable_chunked_prefill=is_chunked)
+        return require_supported(config, groups(spec))
+
+    with pytest.raises(UnsupportedModelError, match=r"MLA on this CPU.*--kv-transfer-config"):
+        require(latent)
+    assert require(latent, "cuda") == require(latent, is_chunked=True) == require(FULL) == 16
 
 
 def test_a_window_on_some_layers_is_answered_with_the_flag_that_helps():

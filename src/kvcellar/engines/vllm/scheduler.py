@@ -33,7 +33,7 @@ from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.requests import RequestState, read_wishes
 from kvcellar.engines.vllm.stores import Stores
-from kvcellar.engines.vllm.support import can_resume_prefill, require_supported
+from kvcellar.engines.vllm.support import require_supported
 from kvcellar.engines.vllm.versions import (
     is_inside_multi_connector,
     optional,
@@ -97,7 +97,6 @@ class SchedulerHalf:
         transfer = vllm_config.kv_transfer_config
         _settle_failure_policy(transfer, options.load_failure_policy)
         self._may_load = bool(transfer.is_kv_consumer)
-        self._can_resume = can_resume_prefill(vllm_config)
         self._may_save = bool(transfer.is_kv_producer)
         self._options = options
         self._ranks = int(vllm_config.parallel_config.world_size)
@@ -179,9 +178,6 @@ class SchedulerHalf:
             state = self._state(request)
             if self._is_loadable(state) and computed_tokens % self._block_tokens == 0:
                 tokens = self.lookups.matched_tokens(state, computed_tokens)
-                if tokens and not self._is_usable(state, computed_tokens + tokens):
-                    self.lookups.drop(state)
-                    state.may_load, tokens = False, 0
                 if tokens:
                     tokens = self._choose(state, computed_tokens, tokens)
                     state.load_stop = computed_tokens + tokens
@@ -324,12 +320,8 @@ class SchedulerHalf:
             computed_tokens=computed_tokens,
             found_tokens=found_tokens,
             chunk_tokens=bound.chunk_tokens,
-            may_shorten=self._can_resume,
+            may_shorten=True,
         )
-
-    def _is_usable(self, state: RequestState, token_count: int) -> bool:
-        """Whether the engine can go on after so many tokens that are there; see `support`."""
-        return self._can_resume or token_count >= state.request.num_tokens - 1
 
     def _follow(self, scheduler_output: Any, bound: Bound | None) -> None:
         """Keep block tables as the step left them, and offer the chunks that it completes."""

@@ -10,7 +10,7 @@ from typing import Any
 from kvcellar.engines.vllm.versions import group_flags, has_measured_kv_scales, optional
 from kvcellar.errors import UnsupportedModelError
 
-__all__ = ["can_resume_prefill", "require_supported"]
+__all__ = ["require_supported"]
 
 # Any: vLLM's configuration objects, see `versions`.
 
@@ -43,6 +43,7 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> int:
         raise UnsupportedModelError(
             f"the model has {len(groups)} KV groups and kvcellar keeps one: {names}. {_ONE_GROUP}"
         )
+    _require_resumable(vllm_config, groups[0])
     return int(groups[0].kv_cache_spec.block_size)
 
 
@@ -75,18 +76,19 @@ def _require_plain(index: int, group: Any, *, alone: bool) -> None:
         )
 
 
-def can_resume_prefill(vllm_config: Any) -> bool:
-    """Return whether this engine can compute a prompt's rest after KV that it did not compute.
+def _require_resumable(vllm_config: Any, group: Any) -> None:
+    """Refuse vLLM's reference MLA on a CPU, which computes nothing after KV that was loaded.
 
-    vLLM's reference MLA on a CPU cannot (it turns chunked prefill and its own prefix cache off for
-    that reason): a step with loaded KV before several new tokens would end the engine. What it can
-    do is decode, one token.
+    It turns chunked prefill and its own prefix cache off for that reason: a prefill reaches a
+    kernel that is not there, and a decode step gives other answers than the prefill would.
     """
-    return not (
-        vllm_config.device_config.device_type == "cpu"
-        and vllm_config.model_config.use_mla
-        and not vllm_config.scheduler_config.enable_chunked_prefill
-    )
+    is_latent = any(type(spec).__name__ == "MLAAttentionSpec" for spec in _layer_specs(group))
+    device = optional(optional(vllm_config, "device_config"), "device_type")
+    if is_latent and device == "cpu" and not vllm_config.scheduler_config.enable_chunked_prefill:
+        raise UnsupportedModelError(
+            "vLLM's MLA on this CPU cannot compute on after KV that was loaded (it turns its own "
+            "prefix cache off, too): run this model without --kv-transfer-config"
+        )
 
 
 def _require_settings(vllm_config: Any) -> None:
