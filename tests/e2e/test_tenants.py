@@ -36,10 +36,10 @@ def test_a_quota_bounds_its_salt_and_leaves_the_other_alone(tiny, folder, stoppi
     prompts = [prompt(600) for _ in range(5)]
     for tokens in prompts:
         engine.complete(tokens, cache_salt="bob")
-        cellar.wait_for_writers()
+        cellar.wait_until_quiet()
         assert chunks("bob") <= 4
     engine.complete(prompt(600), cache_salt="alice")
-    cellar.wait_for_writers()
+    cellar.wait_until_quiet()
     assert (chunks("alice"), chunks("bob")) == (2, 4)
 
     engine.reset_prefix_cache()
@@ -52,7 +52,7 @@ def test_a_quota_bounds_its_salt_and_leaves_the_other_alone(tiny, folder, stoppi
     again, counted = watched(engine, lambda: engine.complete(kept, cache_salt="alice"))
     assert counted.external_hits == 0
     assert_same_answer(again, cold)
-    cellar.wait_for_writers()
+    cellar.wait_until_quiet()
     engine.reset_prefix_cache()
     hit, counted = watched(engine, lambda: engine.complete(kept, cache_salt="alice"))
     assert counted.external_hits == 512
