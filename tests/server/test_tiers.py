@@ -233,6 +233,12 @@ class TestTheProcess:
             engine.put(7)
             os.kill(pid, signal.SIGKILL)
             assert engine.scheduler.collect(waiting, timeout_s=WAIT_S).count == 0
+            away = server.tier()
+            assert (away["is_healthy"], away["is_complete"]) == (False, False)
+            assert away["trouble"] in {
+                "the tier process starts",
+                "the tier process ended with code -9",
+            }
             eventually(lambda: engine.look(1, 2)[1] == 2)
             assert server.tier_pid() != pid
             own = server.status()["kvcellar"]

@@ -22,7 +22,7 @@ def tier_status(tiers: Tiers | None) -> dict[str, Any]:
     fetches, writes = tiers.fetches, tiers.writes
     return {
         "l2_adapters": [
-            _adapter(index, tier, is_up=tiers.is_up) for index, tier in enumerate(tiers.facts)
+            _adapter(index, tier, is_up=tiers.is_up) for index, tier in enumerate(tiers.shown)
         ],
         "num_l2_adapters": tiers.count,
         "prefetch_controller": {
@@ -31,7 +31,7 @@ def tier_status(tiers: Tiers | None) -> dict[str, Any]:
             "in_flight_request_count": fetches.in_flight,
             "pending_queue_size": fetches.queued,
             "num_l2_adapters": tiers.count,
-            "num_active_adapters": sum(not tier.trouble for tier in tiers.facts),
+            "num_active_adapters": sum(not tier.trouble for tier in tiers.shown),
         },
         "store_controller": {
             "is_healthy": not tiers.check(),
@@ -63,7 +63,7 @@ def tier_metrics(tiers: Tiers | None) -> dict[str, Any]:
     if tiers is None:
         return {}
     meters = tiers.meters
-    by_tier = {tier.name: tier for tier in tiers.facts}
+    by_tier = {tier.name: tier for tier in tiers.shown}
     values: dict[str, Any] = {
         f"tier_{name}": {label: getattr(tier, field) for label, tier in by_tier.items()}
         for name, field in _FIELDS.items()

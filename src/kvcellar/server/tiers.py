@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
+
 from kvcellar.clock import Clock
 from kvcellar.config.server import ServerConfig
 from kvcellar.errors import ConfigError
@@ -96,6 +98,9 @@ class Tiers:
         )
         self.meters = meters = TierMeters()
         self.count = len(adapters)
+        self._absent = tuple(
+            TierFacts(adapter.options.name, adapter.kind, is_complete=False) for adapter in adapters
+        )
         self.keeps_quotas = any(adapter.options.is_isolated for adapter in adapters)
         self._quotas: dict[str, int] = {}
         self.fetches = Fetches(
@@ -152,6 +157,14 @@ class Tiers:
             silent_s = self._clock.monotonic_s() - self._heard_s
             return f"the tier process has said nothing for {silent_s:.0f} s"
         return "; ".join(f"{tier.name}: {tier.trouble}" for tier in self.facts if tier.trouble)
+
+    @property
+    def shown(self) -> tuple[TierFacts, ...]:
+        """Return what pages show of each tier: also while no life of the process has reported."""
+        if self.facts:
+            return self.facts
+        trouble = self.check()
+        return tuple(msgspec.structs.replace(tier, trouble=trouble) for tier in self._absent)
 
     def start(self) -> None:
         """Start the tier process."""
