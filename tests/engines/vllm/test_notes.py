@@ -13,8 +13,9 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture
-def prompt():
-    source = random.Random(7)
+def prompt(request):
+    # Tests share a server: what one of them stored, no other may ask for.
+    source = random.Random(request.node.name)
     return lambda count: [source.randrange(VOCABULARY) for _ in range(count)]
 
 
