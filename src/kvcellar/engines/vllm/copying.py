@@ -237,12 +237,22 @@ class Copying:
             self._settlements.abort(job.boot_id, job.reservation)
 
     def _tell_damage(self, job: LoadJob, copied: Copied) -> None:
+        """Have the server remove a damaged chunk, and wait until it has, for a bounded time.
+
+        Else a server with much to do may hear of the recomputed chunk first, over the scheduler
+        half's connection, and say that it has that already.
+        """
         damage = copied.damage
-        if damage is not None:
-            log.warning("damaged slot", request_id=job.request_id, offset=damage.offset)
-            self._tell(
-                job.boot_id, lambda id_: Damaged(id_, damage.key, self._shard, damage.offset)
-            )
+        if damage is None:
+            return
+        log.warning("damaged slot", request_id=job.request_id, offset=damage.offset)
+        session = self._link.session
+        if session is not None and session.boot_id == job.boot_id:
+            with contextlib.suppress(KVCellarError):
+                session.call(
+                    lambda id_: Damaged(id_, damage.key, self._shard, damage.offset),
+                    timeout_s=TELL_TIMEOUT_S,
+                )
 
     def _tell_load(self, job: LoadJob, copied: Copied) -> None:
         is_whole = copied.chunk_count == job.chunk_count
