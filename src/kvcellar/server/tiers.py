@@ -130,6 +130,7 @@ class Tiers:
         self._owner = OwnerId(0)
         self._heard_s = 0.0
         self._wipes = 0
+        self._retries = 0
         self._refusal: Refused | None = None
         self._first_s = clock.monotonic_s()
         self._settled = asyncio.Event()
@@ -299,6 +300,7 @@ class Tiers:
                 and not self._settled.is_set()
                 and waited_s < OWNED_WAIT_S
             ):
+                self._retries += 1
                 self._loop.call_later(OWNED_RETRY_S, self._child.kill)
                 return
             self._refusal = answer
@@ -329,7 +331,8 @@ class Tiers:
     def _ended(self) -> None:
         """Free what the life held: the kernel says that it touches no slot any more."""
         self.meters.restarts += 1
-        if self.meters.restarts >= START_TRIES:
+        # Those that were ended to ask for the folder again say nothing against the next one.
+        if self.meters.restarts - self._retries >= START_TRIES:
             self._settled.set()
         self.facts = ()
         self._line = None
