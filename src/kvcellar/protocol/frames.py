@@ -17,6 +17,7 @@ from kvcellar.protocol.messages import Reply, Request
 __all__ = [
     "LENGTH_BYTES",
     "PREAMBLE",
+    "UNREADABLE",
     "FrameReader",
     "decode_reply",
     "decode_request",
@@ -31,10 +32,11 @@ _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 # RecursionError: a body that is nested some thousand deep is no message either.
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder of any of our messages may raise."""
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Return the frame of one message.
 
     Raises:
@@ -54,7 +56,7 @@ def decode_request(body: bytes | memoryview) -> Request:
     """
     try:
         return _REQUESTS.decode(body)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedError(f"not a request of the kvcellar protocol: {error}") from error
 
 
@@ -66,7 +68,7 @@ def decode_reply(body: bytes | memoryview) -> Reply:
     """
     try:
         return _REPLIES.decode(body)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedError(f"not a reply of the kvcellar protocol: {error}") from error
 
 

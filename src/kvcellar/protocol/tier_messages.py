@@ -4,17 +4,17 @@ They cross a socket pair that nobody else can reach, in the frames of the node's
 control process asks, by an id; each question gets one answer with that id, in any order, when no
 thread of the tier process touches the slots that it named any more. Besides, the tier process
 reports on its own, which also says that it lives. Bulk bytes go between the arena and the tiers;
-keys, offsets and seals are packed as in `messages`. Encoded here, spoken by `server.tier_line` and
-`tiers.process`.
+keys, offsets and seals are packed as in `messages`. Encoded by `frames`, decoded here, spoken by
+`server.tier_line` and `tiers.process`.
 """
 
 from typing import Annotated
 
 import msgspec
 
-from kvcellar.errors import LimitError, MalformedError
-from kvcellar.protocol.frames import LENGTH_BYTES
-from kvcellar.protocol.limits import FRAME_MAX_BYTES, KEYS_MAX, WORLD_SIZE_MAX
+from kvcellar.errors import MalformedError
+from kvcellar.protocol.frames import UNREADABLE
+from kvcellar.protocol.limits import KEYS_MAX, WORLD_SIZE_MAX
 
 __all__ = [
     "Configure",
@@ -39,7 +39,6 @@ __all__ = [
     "WriteDone",
     "decode_news",
     "decode_question",
-    "encode_frame",
 ]
 
 _Sizes = Annotated[tuple[int, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
@@ -258,22 +257,8 @@ TierQuestion = Configure | Find | Read | Write | Delete | Wipe | SetQuotas
 TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted | QuotasSet
 TierNews = TierAnswer | Report
 
-_ENCODER = msgspec.msgpack.Encoder()
 _QUESTIONS = msgspec.msgpack.Decoder(TierQuestion)
 _NEWS = msgspec.msgpack.Decoder(TierNews)
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-
-def encode_frame(message: TierQuestion | TierNews) -> bytes:
-    """Return the frame of one message.
-
-    Raises:
-        LimitError: the body is larger than `FRAME_MAX_BYTES`.
-    """
-    body = _ENCODER.encode(message)
-    if len(body) > FRAME_MAX_BYTES:
-        raise LimitError(f"a message of {len(body)} bytes exceeds {FRAME_MAX_BYTES} bytes")
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 def decode_question(body: bytes) -> TierQuestion:
@@ -284,7 +269,7 @@ def decode_question(body: bytes) -> TierQuestion:
     """
     try:
         return _QUESTIONS.decode(body)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedError(f"not a question to the tier process: {error}") from error
 
 
@@ -296,5 +281,5 @@ def decode_news(body: bytes) -> TierNews:
     """
     try:
         return _NEWS.decode(body)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MalformedError(f"not an answer of the tier process: {error}") from error

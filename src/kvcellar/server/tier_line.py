@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvcellar.errors import LimitError, MalformedError
-from kvcellar.protocol.frames import FrameReader
+from kvcellar.protocol.frames import FrameReader, encode
 from kvcellar.protocol.tier_messages import (
     Report,
     TierAnswer,
     TierNews,
     TierQuestion,
     decode_news,
-    encode_frame,
 )
 from kvcellar.telemetry.logs import EventLog
 from kvcellar.units import MIB
@@ -82,7 +81,7 @@ class TierLine(asyncio.Protocol):
             return False
         self._last_id += 1
         try:
-            frame = encode_frame(make(self._last_id))
+            frame = encode(make(self._last_id))
         except LimitError as error:
             _log.warning("question to the tiers is too large", reason=str(error))
             return False

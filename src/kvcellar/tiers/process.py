@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvcellar.clock import SystemClock
 from kvcellar.errors import KVCellarError
 from kvcellar.memory.arena import ArenaView
-from kvcellar.protocol.frames import FrameReader
+from kvcellar.protocol.frames import FrameReader, encode
 from kvcellar.protocol.tier_messages import (
     Configure,
     Delete,
@@ -34,7 +34,6 @@ from kvcellar.protocol.tier_messages import (
     Wipe,
     Write,
     decode_question,
-    encode_frame,
 )
 from kvcellar.telemetry.logs import EventLog, setup_logging
 from kvcellar.tiers.adapters import read_adapter
@@ -141,7 +140,7 @@ class _TierProcess:
 
     def _send(self, news: TierNews) -> None:
         """Send as a whole; blocks while the control process does not read."""
-        frame = encode_frame(news)
+        frame = encode(news)
         try:
             with self._sending:
                 self._line.sendall(frame)

@@ -52,7 +52,6 @@ class Hit:
             `computed_tokens`.
         chunk_tokens: tokens a chunk.
         waiting: requests that wait behind this one.
-        may_shorten: whether the engine can compute on after a part of it.
     """
 
     prompt_tokens: int
@@ -60,7 +59,6 @@ class Hit:
     stop_chunk: int
     chunk_tokens: int
     waiting: int = 0
-    may_shorten: bool = True
 
     @property
     def first_chunk(self) -> int:
@@ -232,8 +230,6 @@ class _Ways:
         best, or the whole hit, or none of it; which spares looking at thousands of chunks.
         """
         hit = self._hit
-        if not hit.may_shorten:
-            return
         one_step = -(-(hit.prompt_tokens - self._prefill.step_tokens) // hit.chunk_tokens)
         for kink in (one_step, self._shadow()):
             for stop in (kink - 1, kink):

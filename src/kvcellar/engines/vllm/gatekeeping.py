@@ -88,7 +88,6 @@ class Gatekeeper:
         computed_tokens: int,
         found_tokens: int,
         chunk_tokens: int,
-        may_shorten: bool,
     ) -> int:
         """Return how many of the tokens that could be loaded are to be; may be asked again.
 
@@ -97,7 +96,6 @@ class Gatekeeper:
             computed_tokens: tokens that the engine has itself.
             found_tokens: tokens beyond those that the server has; above 0.
             chunk_tokens: tokens a chunk.
-            may_shorten: whether the engine can compute on after a part of them.
         """
         if not self._is_on:
             return found_tokens
@@ -107,7 +105,6 @@ class Gatekeeper:
             (computed_tokens + found_tokens) // chunk_tokens,
             chunk_tokens,
             len(self._waiting) - (state.request_id in self._waiting),
-            may_shorten,
         )
         verdict = self.gate.weigh(hit)
         self._verdicts[state.request_id] = verdict

@@ -320,7 +320,6 @@ class SchedulerHalf:
             computed_tokens=computed_tokens,
             found_tokens=found_tokens,
             chunk_tokens=bound.chunk_tokens,
-            may_shorten=True,
         )
 
     def _follow(self, scheduler_output: Any, bound: Bound | None) -> None:
