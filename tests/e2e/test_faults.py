@@ -122,6 +122,7 @@ def test_a_killed_server_costs_hits_and_nothing_else(node, away_s):
 
 
 def test_a_frozen_server_costs_hits_and_nothing_else(node):
+    members = {process.pid for process in node.cellar.members()}
     with Load(node.engine, node.cases) as load:
         load.go_on(2)
         node.cellar.freeze()
@@ -136,6 +137,8 @@ def test_a_frozen_server_costs_hits_and_nothing_else(node):
 
     eventually(lambda: node.is_hit(node.cases[0]), BACK_S, what="a hit after the thaw")
     node.check_quiet()
+    # However long it was: none of its processes blames another for the time that all slept.
+    assert {process.pid for process in node.cellar.members()} == members
 
 
 def test_two_hundred_aborted_streams_leave_nothing(node, prompt, at_once):

@@ -83,7 +83,7 @@ async def _serve(config: ServerConfig, aliases: Sequence[Alias]) -> None:
         config.stop_when_unused_s,
         lambda: bool(server.node.roster.instances),
         stopping.set,
-        clock=SystemClock(),
+        clock=server.node.awake,
     )
     try:
         await server.start()
@@ -158,11 +158,12 @@ class ControlServer:
             allowed_uids=frozenset({os.getuid(), 0, *config.client_uids}),
         )
         await self._door.open(tcp)
+        self.node.awake.start()
         if config.tier_adapters():
             self.node.tiers = self._make_tiers()
             self.node.tiers.start()
         self._http = self._make_http()
-        self._http_watch = HttpWatch(self._http, self._clock)
+        self._http_watch = HttpWatch(self._http, self.node.awake)
         self._set_checks(self._listener, self._http_watch)
         self._http.start()
         self._http_watch.start()
@@ -176,6 +177,7 @@ class ControlServer:
     def stop(self) -> None:
         """Close everything; blocks for well under a second. May be called after a failed start."""
         self._door.close()
+        self.node.awake.stop()
         if self._watermark is not None:
             self._watermark.stop()
         if self._listener is not None:
@@ -224,7 +226,7 @@ class ControlServer:
     def _make_tiers(self) -> Tiers:
         node = self.node
         return Tiers(
-            self._config, node.store, node.roster, arena_fd=self._arena.fd, clock=self._clock
+            self._config, node.store, node.roster, arena_fd=self._arena.fd, awake=node.awake
         )
 
     def _unix_address(self, port: int) -> str:

@@ -26,6 +26,13 @@ class HttpWatch:
     """Watches one HTTP process on the running loop."""
 
     def __init__(self, child: ChildProcess, clock: Clock) -> None:
+        """Look nowhere yet.
+
+        Args:
+            child: that process.
+            clock: by which its pings are stamped; `AwakeClock`, so that nobody is blamed for a
+                time in which this process stood still itself.
+        """
         self._child = child
         self._clock = clock
         self._client: Client | None = None

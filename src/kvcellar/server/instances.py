@@ -46,7 +46,7 @@ class Client:
         pidfd: watches its process; owned by the roster's user; None for the server's own child.
         newer: pid of the process that took its seat, 0 while it holds it.
         turn: how many clients have had its seat, itself included.
-        heard_s: when it sent its last ping.
+        heard_s: when it sent its last ping, by `Node.awake`.
     """
 
     __slots__ = ("connection", "heard_s", "hello", "instance", "newer", "owner", "pidfd", "turn")

@@ -18,6 +18,7 @@ from kvcellar.errors import MalformedError, MismatchError
 from kvcellar.layout.shard import EXACT, INT8, ShardLayout
 from kvcellar.protocol.limits import LAYOUT_REGIONS_MAX, TEXT_MAX, WORLD_SIZE_MAX
 from kvcellar.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
+from kvcellar.server.awake import AwakeClock
 from kvcellar.server.instances import Client, Connection, Roster
 from kvcellar.server.meters import Meters
 from kvcellar.server.recent import Recent
@@ -70,6 +71,8 @@ class Node:
         recent: the last lookups and namespaces, for explanations.
         tiers: behind the arena; None where none is configured.
         arena: its planned shape.
+        clock: tells the time.
+        awake: the same without what this process slept through, to judge others' silence by.
         steps_ready: growth steps that hold memory, from the first on.
         failures: by part, what broke for good; pages show it and /healthcheck fails.
         checks: by part, what is wrong with it now (empty text: nothing), asked for each page.
@@ -98,6 +101,7 @@ class Node:
         self.tiers = None
         self.arena = arena
         self.clock = clock
+        self.awake = AwakeClock(clock)
         self.steps_ready = 0
         self.failures: dict[str, str] = {}
         self.checks: dict[str, Callable[[], str]] = {}

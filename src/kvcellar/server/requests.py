@@ -284,7 +284,7 @@ class Requests:
         return self._tier_requests.clear(client, request, cleared)
 
     def _ping(self, client: Client, request: Ping) -> Reply:
-        client.heard_s = self._clock.monotonic_s()
+        client.heard_s = self._node.awake.monotonic_s()
         return Pong(request.id, self._node.boot_id)
 
     def _status(self, _client: Client, request: Status) -> Reply:

@@ -15,7 +15,6 @@ from functools import partial
 
 import msgspec
 
-from kvcellar.clock import Clock
 from kvcellar.config.server import ServerConfig
 from kvcellar.errors import ConfigError
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
@@ -33,6 +32,7 @@ from kvcellar.protocol.tier_messages import (
     TierQuestion,
     Wipe,
 )
+from kvcellar.server.awake import AwakeClock
 from kvcellar.server.child import ChildProcess, Program
 from kvcellar.server.fetches import Fetches, FetchOptions
 from kvcellar.server.instances import Client, Instance, Roster
@@ -77,7 +77,13 @@ class Tiers:
     """
 
     def __init__(
-        self, config: ServerConfig, store: Store, roster: Roster, *, arena_fd: int, clock: Clock
+        self,
+        config: ServerConfig,
+        store: Store,
+        roster: Roster,
+        *,
+        arena_fd: int,
+        awake: AwakeClock,
     ) -> None:
         """Prepare; nothing happens before `start`.
 
@@ -88,7 +94,8 @@ class Tiers:
         self._config = config
         self._store = store
         self._roster = roster
-        self._clock = clock
+        self._clock = clock = awake.clock
+        self._awake = awake
         self._loop = asyncio.get_running_loop()
         self._child = ChildProcess(
             Program("tier", "kvcellar.tiers.process", [arena_fd], [arena_fd, config.log_level]),
@@ -98,22 +105,16 @@ class Tiers:
         )
         self.meters = meters = TierMeters()
         self.count = len(adapters)
-        self._absent = tuple(
-            TierFacts(adapter.options.name, adapter.kind, is_complete=False) for adapter in adapters
-        )
+        self._absent = tuple(_absent(adapter) for adapter in adapters)
         self.keeps_quotas = any(adapter.options.is_isolated for adapter in adapters)
         self._quotas: dict[str, int] = {}
+        options = FetchOptions(
+            config.l1_codec,
+            config.l2_prefetches_max,
+            is_retaining=config.l2_prefetch_policy == "retain",
+        )
         self.fetches = Fetches(
-            store,
-            meters,
-            self,
-            FetchOptions(
-                config.l1_codec,
-                config.l2_prefetches_max,
-                is_retaining=config.l2_prefetch_policy == "retain",
-            ),
-            clock=clock,
-            later=self._loop.call_later,
+            store, meters, self, options, clock=clock, later=self._loop.call_later
         )
         self.writes = WriteBehind(
             store,
@@ -144,7 +145,7 @@ class Tiers:
     @property
     def is_up(self) -> bool:
         """Return whether the tier process serves and has said so a moment ago."""
-        return bool(self.facts) and self._clock.monotonic_s() - self._heard_s < SILENT_S
+        return bool(self.facts) and self._awake.monotonic_s() - self._heard_s < SILENT_S
 
     def check(self) -> str:
         """Return what is wrong with the tiers, empty text where nothing is; nothing but misses."""
@@ -155,7 +156,7 @@ class Tiers:
         if not self.facts:
             return self._child.check() or "the tier process starts"
         if not self.is_up:
-            silent_s = self._clock.monotonic_s() - self._heard_s
+            silent_s = self._awake.monotonic_s() - self._heard_s
             return f"the tier process has said nothing for {silent_s:.0f} s"
         return "; ".join(f"{tier.name}: {tier.trouble}" for tier in self.facts if tier.trouble)
 
@@ -320,11 +321,11 @@ class Tiers:
             elif before.trouble and not tier.trouble:
                 _log.info("tier works again", tier=tier.name)
         self.facts = tiers
-        self._heard_s = self._clock.monotonic_s()
+        self._heard_s = self._awake.monotonic_s()
 
     def _watch(self) -> None:
         self._watching = self._loop.call_later(WATCH_S, self._watch)
-        if self.facts and self._clock.monotonic_s() - self._heard_s > HANG_S:
+        if self.facts and self._awake.monotonic_s() - self._heard_s > HANG_S:
             _log.warning("tier process hangs", silent_s=HANG_S, pid=self._child.pid)
             self._child.kill()
 
@@ -339,6 +340,10 @@ class Tiers:
         self.fetches.give_up()
         self.writes.life_ended()
         self._store.owner_died(self._owner)
+
+
+def _absent(adapter: Adapter) -> TierFacts:
+    return TierFacts(adapter.options.name, adapter.kind, is_complete=False)
 
 
 def _read_adapters(config: ServerConfig) -> list[Adapter]:
