@@ -1,7 +1,9 @@
 """What the tests of the file-system tier share: opening it, and what `du` and the folder say."""
 
+import os
 import subprocess
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from kvcellar.clock import SystemClock
 from kvcellar.testing.chunks import bytes_of, make_want
@@ -49,6 +51,29 @@ def du(base):
     # It complains about files that vanish while it looks; its sum stands.
     answer = subprocess.run(words, capture_output=True, text=True, check=False)
     return int(answer.stdout.split()[0])
+
+
+def occupied(base):
+    """Return bytes that a folder occupied at one moment, while others write to it.
+
+    `du` adds up what it meets at different moments: a chunk that left behind its back and the one
+    that took its place are both counted. What two walks have met both was there between them.
+    """
+    first, second = _allocated(base), _allocated(base)
+    return sum(min(size, second[file]) for file, size in first.items() if file in second)
+
+
+def _allocated(base):
+    """Return the allocated bytes of everything in a folder, by inode and time of change."""
+    found = {}
+    for folder, _, names in os.walk(base):
+        for name in (".", *names):
+            with suppress(FileNotFoundError):
+                info = Path(folder, name).lstat()
+                # An inode's number is given out again; a folder keeps its own.
+                written_ns = 0 if name == "." else info.st_mtime_ns
+                found[info.st_ino, written_ns] = info.st_blocks * 512
+    return found
 
 
 def stored_keys(base):

@@ -10,6 +10,7 @@ from tests.tiers.folders import (
     check,
     du,
     hits,
+    occupied,
     open_folder,
     path_of,
     stored_keys,
@@ -60,7 +61,7 @@ class TestCap:
 
             def watch():
                 while not stop.is_set():
-                    sizes.append(du(base))
+                    sizes.append(occupied(base))
 
             watcher = threading.Thread(target=watch)
             watcher.start()
