@@ -5,6 +5,9 @@ SHELL := /bin/bash
 
 VENV := .venv
 PY := $(VENV)/bin/python
+# Files of tests run side by side: an engine's start is imports, one core in three processes in turn.
+JOBS ?= 2
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 BOOTSTRAP ?= $(shell command -v python3.11 || command -v python3)
 
 .PHONY: help setup setup-sources format check unit e2e test demo bench bench-gpu test-gpu quality docs clean
@@ -30,13 +33,13 @@ check: setup ## format, lint, types, import contracts, shape; no test runs an en
 	@echo "== shape";       $(PY) -m pytest -q --no-header tests/test_shape.py
 
 unit: setup ## every test that starts no engine and looks at no other vLLM release
-	@$(PY) -m pytest -m "not e2e and not sources"
+	@$(PYTEST) -m "not e2e and not sources"
 
 e2e: setup-sources ## the tests that run real vLLM, and those on the sources of other releases
-	@$(PY) -m pytest -m "e2e or sources"
+	@$(PYTEST) -m "e2e or sources"
 
 test: setup-sources check ## everything that CI runs; the last line is the summary
-	@$(PY) -m pytest
+	@$(PYTEST)
 
 demo: setup ## real vLLM, a small model, a long prefix: what a hit is worth (some minutes)
 	@$(PY) scripts/demo.py

@@ -7,6 +7,7 @@ Called by the fixtures (once a session, into a folder that survives) and from th
 `python -m tests.e2e.tiny_model FOLDER`. Needs torch and safetensors, which vLLM brings.
 """
 
+import fcntl
 import json
 import sys
 from pathlib import Path
@@ -49,13 +50,16 @@ def make_tiny_models(folder: Path) -> Path:
         The path of the model. Takes half a second, plus torch's import.
     """
     stamp = folder / "format"
-    if not stamp.exists() or stamp.read_text() != str(_FORMAT):
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_model(folder / "model", 1)
-        _write_model(folder / OTHER, 2)
-        _write_adapter(folder / ADAPTER, 3)
-        _write_adapter(folder / OTHER_ADAPTER, 4)
-        stamp.write_text(str(_FORMAT))
+    folder.mkdir(parents=True, exist_ok=True)
+    # Another process of the tests may be about to do the same.
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists() or stamp.read_text() != str(_FORMAT):
+            _write_model(folder / "model", 1)
+            _write_model(folder / OTHER, 2)
+            _write_adapter(folder / ADAPTER, 3)
+            _write_adapter(folder / OTHER_ADAPTER, 4)
+            stamp.write_text(str(_FORMAT))
     return folder / "model"
 
 
