@@ -16,7 +16,9 @@ What the tests rely on, measured on vLLM 0.32.0's CPU build (two cores, one OMP 
 import http.client
 import json
 import math
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -106,20 +108,21 @@ class Engine(Program):
             command += ["--kv-transfer-config", json.dumps(transfer)]
         super().__init__(name, [*command, *options], folder=folder)
         self.ports = (self.port,)
-        # vLLM leaves sockets in the folder for temporary files when its processes are killed.
-        self._scratch = folder / f"{name}.tmp"
+        # vLLM leaves sockets in the folder for temporary files when its processes are killed; a
+        # socket's path may have 107 characters.
+        self._scratch = tempfile.mkdtemp(prefix="e2e-")
         self.http = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_S, limits=NO_REUSE
         )
 
     def start(self, environment: dict[str, str] | None = None) -> None:
         """Start it; `wait_until_ready` tells when it serves."""
-        self._scratch.mkdir(exist_ok=True)
-        super().start({**DEVICE.environment, "TMPDIR": str(self._scratch), **(environment or {})})
+        super().start({**DEVICE.environment, "TMPDIR": self._scratch, **(environment or {})})
 
     def close(self) -> None:
-        """Close the connection to it."""
+        """Close the connection to it and remove what it left."""
         self.http.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def wait_until_ready(self, timeout_s: float = START_S) -> None:
         """Wait until it answers /health; fail when it dies first or takes too long."""

@@ -6,6 +6,7 @@ both: a cache server's child has a session of its own, and a process that sets i
 do, overwrites the kernel's copy of its environment. Used by `cellar` and `engine`; knows neither.
 """
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -220,44 +221,58 @@ class Surroundings:
     """
 
     def __init__(self) -> None:
-        self._memory = _shared_memory_names()
+        self._memory = frozenset(_shared_memory())
 
     def remove_what_vllm_leaves(self) -> None:
         """Unlink what vLLM's killed processes left in shared memory since this object was made."""
-        for name in _shared_memory_names() - self._memory - _mapped_shared_memory():
+        for name in self._unused():
             if name.startswith(_VLLM_NAMES):
                 (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def left_behind(self, ports: Sequence[int] = ()) -> list[str]:
         """Return what is there now and was not then: files, and whatever listens on `ports`."""
-        used = _mapped_shared_memory()
-        names = _shared_memory_names() - self._memory - used
-        left = [f"/dev/shm/{name}" for name in names if not name.startswith(_VLLM_NAMES)]
+        left = [f"/dev/shm/{name}" for name in self._unused() if not name.startswith(_VLLM_NAMES)]
         left += [f"port {port}" for port in _listening_ports() & set(ports)]
         # A server's Unix socket has its port in its name.
         sockets = _unix_sockets()
         left += [name for name in sockets for port in ports if f"kvcellar/{port}/" in name]
         return sorted(left)
 
+    def _unused(self) -> list[str]:
+        # First the names, then who uses them: what is made meanwhile is not in either.
+        found = _shared_memory()
+        used = _used_shared_memory()
+        return [name for name in found if name not in self._memory and found[name] not in used]
 
-def _shared_memory_names() -> set[str]:
-    return {path.name for path in _SHARED_MEMORY.iterdir()}
+
+def _shared_memory() -> dict[str, int]:
+    """Return what is in /dev/shm, by name, with its inode."""
+    found = {}
+    for path in _SHARED_MEMORY.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found[path.name] = path.lstat().st_ino
+    return found
 
 
-def _mapped_shared_memory() -> set[str]:
-    """Return the names in /dev/shm that a live process maps or has open."""
-    names = set()
+def _used_shared_memory() -> set[int]:
+    """Return the inodes in /dev/shm that a live process maps or has open.
+
+    Not their names: a semaphore is made under another name and linked to its own, and the kernel
+    goes on calling it by the first.
+    """
+    inodes = set()
+    device = _SHARED_MEMORY.stat().st_dev
     for process in psutil.process_iter():
-        try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
-            opened = [str(fd.readlink()) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
-        except OSError:
-            continue
-        for line in [*maps.splitlines(), *opened]:
-            _, found, name = line.partition("/dev/shm/")
-            if found:
-                names.add(name.split("/")[0])
-    return names
+        folder = Path(f"/proc/{process.pid}")
+        with contextlib.suppress(OSError):
+            lines = (folder / "maps").read_text(encoding="utf-8").splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+        with contextlib.suppress(OSError):
+            for fd in list((folder / "fd").iterdir()):
+                with contextlib.suppress(OSError):
+                    info = fd.stat()
+                    inodes |= {info.st_ino} if info.st_dev == device else set()
+    return inodes
 
 
 def _unix_sockets() -> set[str]:
