@@ -1,15 +1,21 @@
-"""What callers send to the pages, read in bounds, and how it is refused.
+"""What a page is; what callers send to one, read in bounds, and how it is refused.
 
 Used by the pages.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-__all__ = ["BODY_MAX_BYTES", "RefusedError", "pretty_json", "read_body"]
+__all__ = ["BODY_MAX_BYTES", "Page", "PageWrapper", "RefusedError", "pretty_json", "read_body"]
+
+Page = Callable[[HttpRequest], Awaitable[Response]]
+"""Answers a request, or raises what has an answer."""
+PageWrapper = Callable[[Page], Page]
+"""Makes a page that raises nothing of one that may."""
 
 BODY_MAX_BYTES = 65_536
 

@@ -6,7 +6,6 @@ it only as a digest, and whoever may see it may list quotas.
 """
 
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from starlette.routing import Route
 from kvcellar.protocol.limits import PAGE_MAX
 from kvcellar.protocol.messages import Delete, Deleted, ObjectList, Objects
 from kvcellar.server.http.admission import Admission
-from kvcellar.server.http.bodies import RefusedError, read_body
+from kvcellar.server.http.bodies import PageWrapper, RefusedError, read_body
 from kvcellar.server.http.control_line import ControlLine
 
 __all__ = ["ObjectPages"]
@@ -52,9 +51,7 @@ class ObjectPages:
         self._line = line
         self._admission = admission
 
-    def routes(
-        self, answered: Callable[[Callable[[HttpRequest], Awaitable[Response]]], Any]
-    ) -> list[Route]:
+    def routes(self, answered: PageWrapper) -> list[Route]:
         """Return the routes, each wrapped by `answered`."""
         return [
             Route("/cache/objects", answered(self.all), methods=["GET"]),

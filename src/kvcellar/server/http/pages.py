@@ -5,7 +5,7 @@ nothing here holds state, and a control loop that is frozen makes 503s, not hang
 `admission` decides who may change anything. Errors are `{"detail": …}`.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from kvcellar.errors import KVCellarError, RetryableError
 from kvcellar.protocol.messages import Clear, Cleared, Status, StatusReply
 from kvcellar.server.http.admission import Admission
 from kvcellar.server.http.api_pages import ApiPages
-from kvcellar.server.http.bodies import RefusedError, read_body
+from kvcellar.server.http.bodies import Page, RefusedError, read_body
 from kvcellar.server.http.config_pages import ConfigPages
 from kvcellar.server.http.control_line import ControlLine
 from kvcellar.server.http.object_pages import ObjectPages
@@ -139,9 +139,7 @@ class _Pages:
         return reply.status
 
 
-def _answered(
-    page: Callable[[HttpRequest], Awaitable[Response]],
-) -> Callable[[HttpRequest], Awaitable[Response]]:
+def _answered(page: Page) -> Page:
     """Wrap a page so that every failure that has a name becomes an answer."""
 
     async def answer(request: HttpRequest) -> Response:
