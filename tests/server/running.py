@@ -32,6 +32,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 WAIT_S = 20.0
 CHUNK_TOKENS = 16
 SHARD_BYTES = 4096
+MODEL = "a/model"
 FLAGS = ("--port", "0", "--http-port", "0", "--eviction-policy", "LRU", "--l1-size-gb", "0.0625")
 
 
@@ -140,6 +141,7 @@ class RunningServer:
             role,
             instance_id=instance,
             software="test",
+            model=MODEL,
             rank=rank,
             world_size=world_size,
             layout=layout(rank) if role == Role.WORKER else None,

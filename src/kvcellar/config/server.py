@@ -247,8 +247,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _meta(
             "--admin-token-file",
             "FILE",
-            "File whose one line is the token that changes over HTTP need (/quota, /cache/clear, "
-            "as `Authorization: Bearer TOKEN`), from this host as well; it is read anew each time. "
+            "File whose one line is the token that changes over HTTP need (/quota, "
+            "/cache/clear, /cache/prefetches, as `Authorization: Bearer TOKEN`), from this host as "
+            "well; it is read anew each time. "
             "Without it programs of this host may change things, and nobody else. Commands that "
             "go through the engines' port need the server's user instead.",
             change="When quotas are set from elsewhere, or other users share the host.",

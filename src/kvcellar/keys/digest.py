@@ -24,6 +24,7 @@ __all__ = [
     "field_digests",
     "namespace_fields",
     "namespace_id",
+    "next_key",
     "request_seed",
 ]
 
@@ -112,6 +113,17 @@ def request_seed(
         "cache_salt": cache_salt or None,
     }
     return RequestSeed(_digest(b"kvcellar-request-1", _encode_fields(fields)))
+
+
+def next_key(previous: bytes, packed: bytes, extras: bytes = b"") -> ChunkKey:
+    """Return a chunk's key from its parts; see `kvcellar.keys.chain`.
+
+    Args:
+        previous: the key of the chunk before it, or the request seed.
+        packed: its tokens as little-endian uint32.
+        extras: what lies in it beside tokens, encoded.
+    """
+    return ChunkKey(blake3(previous + packed + extras).digest())
 
 
 def _digest(context: bytes, data: bytes) -> bytes:

@@ -4,8 +4,9 @@ A lookup that ends early begins a fetch. The tiers are asked how far they reach;
 come in batches: slots are reserved for the life of the tier process as their writer, the tier
 process fills them, and each batch is committed with the seals that were read and verified. Whoever
 waits gets one answer, at the end of the fetch or at its own deadline, and no failure of a tier is
-more than a shorter answer. Keys that another fetch is reading are not read twice. Everything runs
-on the control loop and returns at once. Used by `tiers` and `requests`.
+more than a shorter answer. Keys that another fetch is reading are not read twice. A prefetch is a
+fetch that no lookup began: it lets engines' fetches go first, and what it brings is to stay.
+Everything runs on the control loop and returns at once. Used by `tiers` and `requests`.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from kvcellar.store.grants import coming_as_oldest, look_again, stay_oldest
 from kvcellar.store.machine import Store
 from kvcellar.units import MIB
 
-__all__ = ["FetchOptions", "Fetches", "Later"]
+__all__ = ["FetchOptions", "Fetches", "Later", "Prefix"]
 
 FETCHES_MAX = 1_024
 """Fetches that are known, unfinished and finished ones that nobody has asked about."""
@@ -62,7 +63,7 @@ class _Fetch:
 
     Attributes:
         handle: its name on the wire.
-        client: for whom.
+        client: for whom; None for a prefetch.
         namespace: of the keys.
         shard_bytes: of a chunk of it.
         tenant: on whose account the chunks go.
@@ -77,10 +78,11 @@ class _Fetch:
         waiters: see there.
         is_reading: it counts towards the fetches in flight.
         is_over: nothing more will come.
+        on_end: is called then.
     """
 
     handle: int
-    client: Client
+    client: Client | None
     namespace: NamespaceId
     shard_bytes: tuple[int, ...]
     tenant: str
@@ -96,6 +98,7 @@ class _Fetch:
     waiters: list[_Waiter] = field(default_factory=list)
     is_reading: bool = False
     is_over: bool = False
+    on_end: Callable[[], None] | None = None
 
     def key(self, index: int) -> bytes:
         return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
@@ -116,6 +119,24 @@ class _Batch:
     reservation: int
     places: list[int]
     followers: list[_Fetch] = field(default_factory=list)
+
+
+class Prefix(NamedTuple):
+    """Chunks that a prefetch is to bring.
+
+    Attributes:
+        namespace: a bound one.
+        shard_bytes: of a chunk of it.
+        tenant: on whose account the chunks go.
+        keys: 32 bytes a chunk, in prefix order.
+        found: leading chunks that are in the arena.
+    """
+
+    namespace: NamespaceId
+    shard_bytes: tuple[int, ...]
+    tenant: str
+    keys: bytes
+    found: int
 
 
 class FetchOptions(NamedTuple):
@@ -164,6 +185,8 @@ class Fetches:
         self._later = later
         self._fetches: dict[int, _Fetch] = {}
         self._queue: deque[_Fetch] = deque()
+        self._patient: deque[_Fetch] = deque()
+        self._prefetching = 0
         self._reading: dict[bytes, _Batch] = {}
         self._keys_bytes = 0
         self._last = 0
@@ -179,7 +202,7 @@ class Fetches:
     @property
     def queued(self) -> int:
         """Return how many fetches wait for their turn."""
-        return len(self._queue)
+        return len(self._queue) + len(self._patient)
 
     def begin(
         self,
@@ -198,14 +221,35 @@ class Fetches:
             lookup: what the client asked.
             found: leading chunks that are in the arena.
         """
-        keys = lookup.keys
         assert instance.namespace is not None, instance.name
+        prefix = Prefix(instance.namespace, instance.shard_bytes, lookup.tenant, lookup.keys, found)
+        return self._begin(client, owner, prefix, None)
+
+    def prefetch(self, owner: OwnerId, prefix: Prefix, on_end: Callable[[], None]) -> bool:
+        """Begin to fetch what nobody has looked up; return whether it is begun.
+
+        Args:
+            owner: the life of the tier process.
+            prefix: what to fetch.
+            on_end: called once, later, when nothing more will come.
+        """
+        return self._begin(None, owner, prefix, on_end) > 0
+
+    def _begin(
+        self,
+        client: Client | None,
+        owner: OwnerId,
+        prefix: Prefix,
+        on_end: Callable[[], None] | None,
+    ) -> int:
+        keys, found = prefix.keys, prefix.found
         if not self._has_place(len(keys)):
             return 0
         self._last += 1
         fetch = _Fetch(
-            self._last, client, instance.namespace, instance.shard_bytes, lookup.tenant, keys,
-            found, owner, at=found, end=len(keys) // KEY_BYTES, began_s=self._clock.monotonic_s(),
+            self._last, client, prefix.namespace, prefix.shard_bytes, prefix.tenant, keys, found,
+            owner, at=found, end=len(keys) // KEY_BYTES, began_s=self._clock.monotonic_s(),
+            on_end=on_end,
         )  # fmt: skip
         if not self._asker.ask(
             lambda id_: Find(id_, keys, found), lambda answer: self._found(fetch, answer)
@@ -222,7 +266,7 @@ class Fetches:
         if fetch is None or fetch.client is not client or client.connection is None:
             return LookupReply(request.id, 0, 0, b"")
         if fetch.is_over or request.wait_s <= 0:
-            return self._answer(fetch, request.id)
+            return self._answer(client, fetch, request.id)
         waiter = _Waiter(client.connection, request.id)
         wait_s = min(request.wait_s, WAIT_MAX_S)
         waiter.alarm = self._later(wait_s, lambda: self._expire(fetch, waiter))
@@ -232,6 +276,7 @@ class Fetches:
     def give_up(self) -> None:
         """End every fetch as it is: the tiers were emptied, or the tier process is gone."""
         self._queue.clear()
+        self._patient.clear()
         for fetch in list(self._fetches.values()):
             fetch.end = fetch.at
             if not fetch.is_over:
@@ -259,7 +304,7 @@ class Fetches:
         if fetch.at >= fetch.end:
             self._end(fetch)
         else:
-            self._queue.append(fetch)
+            (self._queue if fetch.client is not None else self._patient).append(fetch)
             self._pump()
 
     def _pump(self) -> None:
@@ -268,13 +313,21 @@ class Fetches:
             return
         self._is_pumping = True
         try:
-            while self._queue and self.in_flight < self._options.in_flight_max:
-                fetch = self._queue.popleft()
+            while self.in_flight < self._options.in_flight_max and (fetch := self._next()):
                 fetch.is_reading = True
                 self.in_flight += 1
+                self._prefetching += fetch.client is None
                 self._go_on(fetch)
         finally:
             self._is_pumping = False
+
+    def _next(self) -> _Fetch | None:
+        """Return whose turn it is: a prefetch when no engine waits, and never in all places."""
+        if self._queue:
+            return self._queue.popleft()
+        if self._patient and self._prefetching < max(1, self._options.in_flight_max // 2):
+            return self._patient.popleft()
+        return None
 
     def _go_on(self, fetch: _Fetch) -> None:
         """Ask for the next batches; end the fetch where there are none."""
@@ -376,7 +429,7 @@ class Fetches:
     def _commit(self, batch: _Batch, keys: list[bytes], seals: tuple[bytes, ...]) -> None:
         owner = batch.fetch.owner
         with contextlib.ExitStack() as stack:
-            if not self._options.is_retaining:
+            if not self._options.is_retaining and batch.fetch.client is not None:
                 stack.enter_context(coming_as_oldest(self._store, owner, keys))
             for shard, sealed in enumerate(seals):
                 self._store.commit(owner, batch.reservation, shard, sealed)
@@ -389,10 +442,14 @@ class Fetches:
         fetch.is_over = True
         if fetch.is_reading:
             self.in_flight -= 1
+            self._prefetching -= fetch.client is None
             self._meters.fetch_s.observe(self._clock.monotonic_s() - fetch.began_s)
         waiters, fetch.waiters = fetch.waiters, []
         for waiter in waiters:
             self._tell(fetch, waiter)
+        if fetch.on_end is not None:
+            self._forget(fetch)
+            fetch.on_end()
         self._pump()
 
     def _expire(self, fetch: _Fetch, waiter: _Waiter) -> None:
@@ -405,16 +462,17 @@ class Fetches:
         if waiter.alarm is not None:
             waiter.alarm.cancel()
         # Over a newer connection nobody waits for this answer.
-        if fetch.client.connection is waiter.connection:
-            waiter.connection.push(self._answer(fetch, waiter.request_id))
+        client = fetch.client
+        if client is not None and client.connection is waiter.connection:
+            waiter.connection.push(self._answer(client, fetch, waiter.request_id))
 
-    def _answer(self, fetch: _Fetch, request_id: int) -> LookupReply:
+    def _answer(self, client: Client, fetch: _Fetch, request_id: int) -> LookupReply:
         if fetch.is_over:
             self._forget(fetch)
         try:
             hit = look_again(
                 self._store,
-                fetch.client.owner,
+                client.owner,
                 fetch.namespace,
                 fetch.keys,
                 request=request_id,

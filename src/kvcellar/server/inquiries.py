@@ -129,7 +129,7 @@ class Inquiries:
                 f"a page of {request.count} from {request.at}: write 1 to {PAGE_MAX} from 0 on"
             )
         recent = self._node.recent
-        namespaces = recent.namespaces_of(request.model) if request.model else None
+        namespaces = recent.namespaces_of(request.model).keys() if request.model else None
         page = list_chunks(self._store, request.at, count=request.count, namespaces=namespaces)
         return ObjectList(request.id, tuple(self._object(e) for e in page.chunks), page.next_at)
 

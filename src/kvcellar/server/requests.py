@@ -50,6 +50,7 @@ from kvcellar.server.gates import gate_table
 from kvcellar.server.inquiries import Inquiries
 from kvcellar.server.instances import Client, Instance
 from kvcellar.server.node import Node
+from kvcellar.server.prefetches import Prefetches
 from kvcellar.server.quotas import QuotaBook
 from kvcellar.server.recent import NamespaceFacts
 from kvcellar.server.tier_requests import TierRequests
@@ -94,6 +95,7 @@ class Requests:
             **gate_table(),
             **Inquiries(node).table(),
             **QuotaBook(node).table(),
+            **Prefetches(node).table(),
             **self._tier_requests.table(),
         }
 
@@ -262,8 +264,9 @@ class Requests:
                 chunk_bytes=sum(request.shard_bytes),
             )
         facts = NamespaceFacts(
-            instance.name, client.hello.model, request.chunk_tokens, request.fields
-        )
+            instance.name, client.hello.model, instance.world_size, request.chunk_tokens,
+            request.shard_bytes, request.fields,
+        )  # fmt: skip
         self._node.recent.note_namespace(namespace, facts)
         instance.namespace, instance.refusal = namespace, ""
         instance.holders = holders

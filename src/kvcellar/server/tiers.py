@@ -34,7 +34,7 @@ from kvcellar.protocol.tier_messages import (
     Wipe,
 )
 from kvcellar.server.child import ChildProcess, Program
-from kvcellar.server.fetches import Fetches, FetchOptions
+from kvcellar.server.fetches import Fetches, FetchOptions, Prefix
 from kvcellar.server.instances import Client, Instance, Roster
 from kvcellar.server.tier_line import TierLine
 from kvcellar.server.tier_meters import TierMeters
@@ -223,6 +223,10 @@ class Tiers:
             # What is being removed must not come back.
             return 0
         return self.fetches.begin(client, self._owner, instance, lookup, found)
+
+    def begin_prefetch(self, prefix: Prefix, on_end: Callable[[], None]) -> bool:
+        """Begin to fetch what nobody has looked up; see `Fetches.prefetch`."""
+        return not self._wipes and self.fetches.prefetch(self._owner, prefix, on_end)
 
     def committed(self, reservation: Reservation) -> None:
         """Write chunks behind that have just become visible."""

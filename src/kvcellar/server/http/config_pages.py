@@ -18,8 +18,6 @@ __all__ = ["ABSENT", "ConfigPages"]
 ABSENT: Mapping[str, str] = {
     "/env": "an environment holds secrets; /config shows what this server runs with",
     "/run_script": "kvcellar runs nobody's code in its server",
-    "/cache/prefetches": "not yet in kvcellar 0.1: an engine's lookup fetches what tiers have, "
-    "with kvcellar.eager_prefetch as soon as a request arrives",
     "/loglevel": "a GET must change nothing; restart the server with --log-level",
     "/threads": "one event loop serves; py-spy dump --pid PID shows what it does",
     "/cache/checksums": "slots are sealed, and each load checks the seal; see "

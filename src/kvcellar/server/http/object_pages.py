@@ -5,7 +5,6 @@ the chunk, because the other shards alone are of no use. A tenant's salt is not 
 it only as a digest, and whoever may see it may list quotas.
 """
 
-import re
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from starlette.routing import Route
 from kvcellar.protocol.limits import PAGE_MAX
 from kvcellar.protocol.messages import Delete, Deleted, ObjectList, Objects
 from kvcellar.server.http.admission import Admission
-from kvcellar.server.http.bodies import PageWrapper, RefusedError, read_body
+from kvcellar.server.http.bodies import PageWrapper, RefusedError, key_of, read_body
 from kvcellar.server.http.control_line import ControlLine
 
 __all__ = ["ObjectPages"]
@@ -26,7 +25,6 @@ PAGE_DEFAULT = 500
 KEYS_MAX = 10_000
 BODY_MAX_BYTES = 4 * 1024 * 1024
 _PLACES_MAX = 2**48
-_HEX_KEY = re.compile(r"[0-9a-fA-F]{64}")
 
 
 class _ObjectKey(msgspec.Struct, frozen=True):
@@ -121,10 +119,7 @@ def _entries(chunk: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _chunk_key(given: _ObjectKey | str) -> bytes:
-    text = given if isinstance(given, str) else given.chunk_hash_hex
-    if not _HEX_KEY.fullmatch(text):
-        raise RefusedError(400, f"keys: {text[:80]!r} is no key; write its 64 hex digits")
-    return bytes.fromhex(text)
+    return key_of(given if isinstance(given, str) else given.chunk_hash_hex)
 
 
 def _check_tier(tier: str) -> None:

@@ -23,6 +23,7 @@ from kvcellar.server.http.bodies import Page, RefusedError, read_body
 from kvcellar.server.http.config_pages import ConfigPages
 from kvcellar.server.http.control_line import ControlLine
 from kvcellar.server.http.object_pages import ObjectPages
+from kvcellar.server.http.prefetch_pages import PrefetchPages
 from kvcellar.server.http.quota_pages import QuotaPages
 from kvcellar.telemetry.aliases import Alias, render_aliases
 from kvcellar.telemetry.metrics import CONTENT_TYPE, render
@@ -65,6 +66,7 @@ def make_app(line: ControlLine, admission: Admission, look: Look | None = None) 
         Route("/cache/clear", _answered(pages.clear), methods=["POST"]),
         *QuotaPages(line, admission).routes(_answered),
         *ObjectPages(line, admission).routes(_answered),
+        *PrefetchPages(line, admission).routes(_answered),
         *ConfigPages(look.config).routes(_answered),
         *ApiPages().routes(_answered),
     ]
