@@ -9,7 +9,8 @@ from kvcellar.clock import FakeClock
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.protocol.messages import AwaitFetch, Lookup
 from kvcellar.protocol.tier_messages import Find, Found, Read, ReadDone, Run
-from kvcellar.server.fetches import FETCHES_MAX, Fetches, FetchOptions, Prefix
+from kvcellar.server.fetch_records import Prefix
+from kvcellar.server.fetches import FETCHES_MAX, Fetches, FetchOptions
 from kvcellar.server.tier_meters import TierMeters
 from kvcellar.store.entries import OwnerId
 from kvcellar.store.inspection import count_leading
@@ -288,6 +289,25 @@ def test_prefetches_let_engines_go_first_and_take_half_of_the_places():
     world.answer_all()
     assert over == [[True]] * 3
     assert late.replies[0].count == 2
+
+
+@pytest.mark.parametrize("deleted", ["c01", "c04", "c11"])
+@pytest.mark.parametrize("answered", [0, 1, 2])
+def test_a_chunk_that_is_deleted_meanwhile_does_not_come_in(deleted, answered):
+    names = [f"c{number:02}" for number in range(12)]
+    world = World(disk=Disk(names))
+    client = world.begin(names)
+    for _ in range(answered):
+        world.disk.answer()
+    was_there = world.engine.resident(deleted) == deleted
+    world.fetches.forget(frozenset([key(deleted)]))
+    world.answer_all()
+    assert was_there or world.engine.resident(deleted) == ""
+    (reply,) = client.replies
+    assert reply.count == 12 if was_there else reply.count <= names.index(deleted)
+    world.leave(client)
+    assert world.bed.counted.reservations == 0
+    assert world.fetches._reading == {}
 
 
 def test_prefetches_that_wait_ask_for_nothing_more_when_the_tiers_are_emptied():

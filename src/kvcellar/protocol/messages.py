@@ -289,11 +289,13 @@ class Delete(_Message, tag="delete", frozen=True, array_like=True):
 
     Attributes:
         keys: 32 bytes a chunk, at most `limits.KEYS_MAX`.
-        force: also those that are being read.
+        force: also those that are being read, or written to a tier.
+        tier: "l1" for the arena, "l2" for what is behind it, "all".
     """
 
     keys: bytes
     force: bool = False
+    tier: str = "all"
 
 
 class Clear(_Message, tag="clear", frozen=True, array_like=True):
@@ -452,7 +454,10 @@ class ObjectList(_Message, tag="object_list", frozen=True, array_like=True):
 
 
 class Deleted(_Message, tag="deleted", frozen=True, array_like=True):
-    """What became of the keys: a byte for each, 0 not there, 1 deleted, 2 in use and left."""
+    """What became of the keys, a byte for each.
+
+    0 not there, 1 deleted, 2 in use and left, 3 a tier could not be reached and may keep it.
+    """
 
     states: bytes
 

@@ -22,6 +22,7 @@ __all__ = [
     "Deleted",
     "Find",
     "Found",
+    "Gone",
     "QuotasSet",
     "Read",
     "ReadDone",
@@ -114,7 +115,7 @@ class Write(_Message, tag="write", frozen=True, array_like=True):
 
 
 class Delete(_Message, tag="delete", frozen=True, array_like=True):
-    """Remove chunks from every tier. Answer: `Deleted`."""
+    """Remove chunks from every tier, after the writes asked for before. Answer: `Gone`."""
 
     keys: bytes
 
@@ -243,6 +244,12 @@ class Deleted(_Message, tag="deleted", frozen=True, array_like=True):
     count: int
 
 
+class Gone(_Message, tag="gone", frozen=True, array_like=True):
+    """One byte a chunk: 1 where it was in a tier, 2 where one may keep it, else 0."""
+
+    states: bytes
+
+
 class QuotasSet(_Message, tag="quotas_set", frozen=True, array_like=True):
     """The quotas are kept from now on."""
 
@@ -254,7 +261,7 @@ class Report(_Message, tag="report", frozen=True, array_like=True):
 
 
 TierQuestion = Configure | Find | Read | Write | Delete | Wipe | SetQuotas
-TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted | QuotasSet
+TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted | Gone | QuotasSet
 TierNews = TierAnswer | Report
 
 _QUESTIONS = msgspec.msgpack.Decoder(TierQuestion)

@@ -31,7 +31,7 @@ from kvcellar.protocol.messages import (
     Role,
 )
 from kvcellar.protocol.prompts import NamespaceNote
-from kvcellar.server.fetches import Prefix
+from kvcellar.server.fetch_records import Prefix
 from kvcellar.server.instances import Client
 from kvcellar.server.node import Node
 from kvcellar.store.inspection import count_leading

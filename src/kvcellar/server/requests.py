@@ -45,6 +45,7 @@ from kvcellar.protocol.messages import (
     Status,
     StatusReply,
 )
+from kvcellar.server.deletions import Deletions
 from kvcellar.server.facts import status_with_metrics
 from kvcellar.server.gates import gate_table
 from kvcellar.server.inquiries import Inquiries
@@ -94,6 +95,7 @@ class Requests:
             Goodbye: (_ANYONE, self._goodbye),
             **gate_table(),
             **Inquiries(node).table(),
+            **Deletions(node).table(),
             **QuotaBook(node).table(),
             **Prefetches(node).table(),
             **self._tier_requests.table(),

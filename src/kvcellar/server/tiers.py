@@ -10,7 +10,7 @@ more than misses, and nothing in here waits. Wired by `control`, used by `reques
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -18,12 +18,13 @@ import msgspec
 from kvcellar.clock import Clock
 from kvcellar.config.server import ServerConfig
 from kvcellar.errors import ConfigError
-from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.keys.digest import NamespaceId
 from kvcellar.protocol.messages import Lookup
 from kvcellar.protocol.tier_messages import (
     Configure,
     Delete,
     Deleted,
+    Gone,
     Ready,
     Refused,
     Report,
@@ -34,7 +35,8 @@ from kvcellar.protocol.tier_messages import (
     Wipe,
 )
 from kvcellar.server.child import ChildProcess, Program
-from kvcellar.server.fetches import Fetches, FetchOptions, Prefix
+from kvcellar.server.fetch_records import Prefix
+from kvcellar.server.fetches import Fetches, FetchOptions
 from kvcellar.server.instances import Client, Instance, Roster
 from kvcellar.server.tier_line import TierLine
 from kvcellar.server.tier_meters import TierMeters
@@ -248,11 +250,37 @@ class Tiers:
         if self.keeps_quotas and limits:
             self.ask(lambda id_: SetQuotas(id_, dict(limits)), _ignore)
 
-    def remove(self, keys: bytes) -> None:
-        """Remove chunks from every tier: their bytes were found damaged."""
-        for at in range(0, len(keys), self.batch_max * KEY_BYTES):
-            part = keys[at : at + self.batch_max * KEY_BYTES]
-            self.ask(partial(Delete, keys=part), _ignore)
+    def remove(self, key: bytes) -> None:
+        """Remove a chunk from every tier: its bytes were found damaged."""
+        self.ask(lambda id_: Delete(id_, key), _ignore)
+
+    def delete(self, keys: Sequence[bytes], on_done: Callable[[bytes], None]) -> None:
+        """Remove chunks from every tier; until that is done nothing is fetched.
+
+        Args:
+            keys: 32 bytes each.
+            on_done: called once, later or at once, with a byte for each as `Gone` has them.
+        """
+        states = bytearray(b"\2" * len(keys))
+        self.fetches.forget(frozenset(keys))
+        self.writes.forget(frozenset(keys))
+        # One more than there are questions, so that none of them is the last before all are asked.
+        open_questions = 1
+        self._wipes += 1
+
+        def done(at: int, answer: TierAnswer | None) -> None:
+            nonlocal open_questions
+            if isinstance(answer, Gone):
+                states[at : at + len(answer.states)] = answer.states
+            open_questions -= 1
+            if not open_questions:
+                self._wipes -= 1
+                on_done(bytes(states))
+
+        for at in range(0, len(keys), self.batch_max):
+            part = b"".join(keys[at : at + self.batch_max])
+            open_questions += self.ask(partial(Delete, keys=part), partial(done, at))
+        done(0, None)
 
     def wipe(self, namespace: NamespaceId | None, on_done: Callable[[int], None]) -> None:
         """Remove every chunk of a namespace, or all there are, from every tier.

@@ -22,6 +22,8 @@ class Deletion:
     ABSENT = 0
     DELETED = 1
     IN_USE = 2
+    UNSURE = 3
+    """A tier could not be reached and may keep it."""
 
 
 class Listing(NamedTuple):

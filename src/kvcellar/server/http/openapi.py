@@ -151,12 +151,13 @@ OPERATIONS = (
     Operation(
         "delete",
         "/cache/objects",
-        "Delete chunks by the keys of their objects; those in use only with force.",
-        _object(deleted=_WHOLE, skipped=_WHOLE, ok=_SWITCH),
+        "Delete chunks by the keys of their objects, from memory and every tier; those in use "
+        "only with force.",
+        _object(optional=("error",), deleted=_WHOLE, skipped=_WHOLE, ok=_SWITCH, error=_TEXT),
         body=_object(
             optional=("tier", "force", "adapter"),
             keys={"type": "array", "items": {"anyOf": [_KEY, _TEXT]}, "maxItems": 10_000},
-            tier=_only("l1", "all"),
+            tier=_only("l1", "l2", "all"),
             force=_SWITCH,
             adapter=_TEXT,
         ),
