@@ -153,6 +153,20 @@ class TestHits:
                 assert engine.look(*prompt)[1] == 4
             assert server.status_metrics()["kvcellar_tier_fetched_chunks_total"] >= 40
 
+    def test_what_memory_answers_does_not_age_on_the_disk(self, folder):
+        """The folder has room for some 180 chunks; the first is used while the others come."""
+        with DiskServer(folder, "--disk-size-gb", "0.0015") as server, server.engine() as engine:
+            for first in range(1, 151, 50):
+                engine.put(*range(first, first + 50))
+                server.wait_written(first + 49)
+            assert engine.look(1) == (1, 1)
+            eventually(lambda: server.status_metrics()["kvcellar_tier_told_chunks_total"] == 1)
+            engine.put(*range(151, 251))
+            eventually(lambda: server.tier()["written_chunks"] == 250)
+            names = {path.stem for path in records(folder)}
+            assert key(1).hex() in names
+            assert key(2).hex() not in names
+
     def test_without_a_wait_the_first_answer_stands(self, folder):
         with DiskServer(folder) as server, server.engine() as engine:
             engine.put(1, 2)

@@ -35,6 +35,8 @@ __all__ = [
     "TierFacts",
     "TierNews",
     "TierQuestion",
+    "Touch",
+    "Touched",
     "Wipe",
     "Write",
     "WriteDone",
@@ -138,6 +140,16 @@ class SetQuotas(_Message, tag="set_quotas", frozen=True, array_like=True):
     """
 
     limits: dict[str, int | None]
+
+
+class Touch(_Message, tag="touch", frozen=True, array_like=True):
+    """Count chunks as used, since the arena answered for them. Answer: `Touched`.
+
+    Attributes:
+        prefixes: of each prompt the keys that were used, 32 bytes a chunk, in prefix order.
+    """
+
+    prefixes: tuple[bytes, ...]
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
@@ -254,14 +266,18 @@ class QuotasSet(_Message, tag="quotas_set", frozen=True, array_like=True):
     """The quotas are kept from now on."""
 
 
+class Touched(_Message, tag="touched", frozen=True, array_like=True):
+    """They are counted."""
+
+
 class Report(_Message, tag="report", frozen=True, array_like=True):
     """Sent unasked, about twice a second, with id 0: the tier process lives."""
 
     tiers: tuple[TierFacts, ...]
 
 
-TierQuestion = Configure | Find | Read | Write | Delete | Wipe | SetQuotas
-TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted | Gone | QuotasSet
+TierQuestion = Configure | Find | Read | Write | Delete | Wipe | SetQuotas | Touch
+TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted | Gone | QuotasSet | Touched
 TierNews = TierAnswer | Report
 
 _QUESTIONS = msgspec.msgpack.Decoder(TierQuestion)

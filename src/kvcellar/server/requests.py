@@ -155,9 +155,13 @@ class Requests:
         namespace = instance.namespace
         assert namespace is not None
         hit = self._store.lookup(client.owner, namespace, request.keys, request=request.id)
-        fetch = 0
-        if hit.count * KEY_BYTES < len(request.keys) and self._node.tiers and request.fetch:
-            fetch = self._node.tiers.begin_fetch(client, instance, request, hit.count)
+        fetch, tiers = 0, self._node.tiers
+        if tiers is not None:
+            if hit.count * KEY_BYTES < len(request.keys) and request.fetch:
+                fetch = tiers.begin_fetch(client, instance, request, hit.count)
+            if hit.count and not fetch:
+                # A fetch tells the tiers by itself.
+                tiers.touches.note(request.keys, hit.count)
         self._meters.lookup_s.observe(self._clock.monotonic_s() - start_s)
         return LookupReply(request.id, hit.count, hit.lease, hit.refs, fetch)
 

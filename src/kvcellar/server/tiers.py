@@ -40,6 +40,7 @@ from kvcellar.server.fetches import Fetches, FetchOptions
 from kvcellar.server.instances import Client, Instance, Roster
 from kvcellar.server.tier_line import TierLine
 from kvcellar.server.tier_meters import TierMeters
+from kvcellar.server.touches import Touches
 from kvcellar.server.writebehind import WriteBehind
 from kvcellar.store.entries import OwnerId
 from kvcellar.store.machine import Store
@@ -74,6 +75,7 @@ class Tiers:
         meters: what is counted here.
         fetches: from the tiers into the arena.
         writes: from the arena into the tiers.
+        touches: what was used in the arena, for the tiers.
         facts: what each tier reported last; empty before the first report of this life.
         failure: what broke for good inside of the server; empty text while nothing has.
     """
@@ -125,6 +127,7 @@ class Tiers:
             l1_bytes=config.l1_bytes,
             is_skipping_l1=config.l2_store_policy == "skip_l1",
         )
+        self.touches = Touches(meters, self, clock)
         self.facts: tuple[TierFacts, ...] = ()
         self.failure = ""
         self._line: TierLine | None = None
@@ -356,6 +359,7 @@ class Tiers:
 
     def _watch(self) -> None:
         self._watching = self._loop.call_later(WATCH_S, self._watch)
+        self.touches.send()
         if self.facts and self._clock.monotonic_s() - self._heard_s > HANG_S:
             _log.warning("tier process hangs", silent_s=HANG_S, pid=self._child.pid)
             self._child.kill()
@@ -370,6 +374,7 @@ class Tiers:
         self._line = None
         self.fetches.give_up()
         self.writes.life_ended()
+        self.touches.life_ended()
         self._store.owner_died(self._owner)
 
 

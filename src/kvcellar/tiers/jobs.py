@@ -23,6 +23,8 @@ from kvcellar.protocol.tier_messages import (
     ReadDone,
     Run,
     SetQuotas,
+    Touch,
+    Touched,
     Wipe,
     Write,
     WriteDone,
@@ -69,6 +71,14 @@ class Jobs:
     def limited(self) -> frozenset[str]:
         """Return the tenants that have a quota."""
         return frozenset(self._limited)
+
+    def touch(self, question: Touch) -> Touched:
+        """Count chunks as used in each tier."""
+        for prefix in question.prefixes:
+            keys = _split(prefix, KEY_BYTES)
+            for tier in self._tiers:
+                tier.touch(keys)
+        return Touched(question.id)
 
     def find(self, question: Find) -> Found:
         """Return which tiers have the chunks after those that are in the arena."""
