@@ -255,6 +255,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             change="When quotas are set from elsewhere, or other users share the host.",
         ),
     ] = None
+    quota_file: Annotated[
+        str | None,
+        _meta(
+            "--quota-file",
+            "FILE",
+            "File in which quotas are kept over a restart; made when the first one is set, "
+            "replaced with each change, for its owner's eyes only (docs/tenants.md). Without it "
+            "quotas live as long as the server.",
+            change="When nobody sets the quotas again after a restart. A file of its own for each "
+            "server.",
+        ),
+    ] = None
     log_misses: Annotated[
         bool,
         _meta(
