@@ -15,6 +15,8 @@ from kvcellar.client.options import ClientOptions, Identity
 from kvcellar.client.tool import connect_tool
 from kvcellar.clock import SystemClock
 from kvcellar.errors import KVCellarError
+from kvcellar.keys.digest import request_seed
+from kvcellar.keys.tokens import token_keys
 from kvcellar.layout.shard import PageRegion, ShardLayout
 from kvcellar.protocol.messages import (
     Bind,
@@ -65,6 +67,13 @@ def key(number):
 
 def keys(*numbers):
     return b"".join(key(number) for number in numbers)
+
+
+def numbers_of(tokens, salt=None):
+    """Return the chunks of a prompt as the numbers that tests call chunks by."""
+    seed = request_seed(namespace(), adapter=None, cache_salt=salt)
+    packed = token_keys(seed, tokens, chunk_tokens=CHUNK_TOKENS)
+    return [int.from_bytes(packed[at : at + 32], "big") for at in range(0, len(packed), 32)]
 
 
 def layout(rank, *, block_tokens=CHUNK_TOKENS):

@@ -7,12 +7,18 @@ import httpx
 import jsonschema
 import pytest
 from tests.server.disk import WAIT_S, DiskServer
-from tests.server.running import CHUNK_TOKENS, MODEL, RunningServer, eventually, key, namespace
+from tests.server.running import (
+    CHUNK_TOKENS,
+    MODEL,
+    RunningServer,
+    eventually,
+    key,
+    namespace,
+    numbers_of,
+)
 
 from kvcellar.clock import FakeClock
 from kvcellar.errors import LimitError, MalformedError, TierBusyError, TierUnavailableError
-from kvcellar.keys.digest import KEY_BYTES, request_seed
-from kvcellar.keys.tokens import token_keys
 from kvcellar.protocol.messages import AskPrefetch, Prefetch
 from kvcellar.server.http.openapi import OPERATIONS
 from kvcellar.server.prefetches import KEPT_S, RUNNING_MAX, Prefetches
@@ -20,13 +26,6 @@ from kvcellar.server.recent import NamespaceFacts, Recent
 
 PROMPT = [7, 0xFFFF_FFFF, *range(62)]
 SCHEMAS = {(each.method, each.path): each.answer for each in OPERATIONS}
-
-
-def numbers_of(tokens, salt=None):
-    """Return the chunks of a prompt as the numbers that tests call chunks by."""
-    seed = request_seed(namespace(), adapter=None, cache_salt=salt)
-    keys = token_keys(seed, tokens, chunk_tokens=CHUNK_TOKENS)
-    return [int.from_bytes(keys[at : at + 32], "big") for at in range(0, len(keys), KEY_BYTES)]
 
 
 def stored(folder, *numbers):

@@ -26,9 +26,11 @@ __all__ = [
     "namespace_id",
     "next_key",
     "request_seed",
+    "short_digest",
 ]
 
 KEY_BYTES = 32
+_SHORT_BYTES = 8
 
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes that name a chunk."""
@@ -113,6 +115,11 @@ def request_seed(
         "cache_salt": cache_salt or None,
     }
     return RequestSeed(_digest(b"kvcellar-request-1", _encode_fields(fields)))
+
+
+def short_digest(what: str, data: bytes) -> bytes:
+    """Return 8 bytes that tell two salts, adapters … apart and give neither away; b"" for none."""
+    return _digest(f"kvcellar-{what}-1".encode(), data)[:_SHORT_BYTES] if data else b""
 
 
 def next_key(previous: bytes, packed: bytes, extras: bytes = b"") -> ChunkKey:

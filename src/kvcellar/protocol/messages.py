@@ -19,6 +19,7 @@ from kvcellar.protocol.prompts import (
     AskPrefetch,
     Explain,
     Explained,
+    ExplainPrompt,
     NamespaceList,
     Namespaces,
     Prefetch,
@@ -30,11 +31,11 @@ from kvcellar.protocol.states import ChunkState, CommitOutcome, Role
 __all__ = [
     "OFFSET_BYTES", "PROTOCOL_VERSION", "REF_BYTES", "Abort", "AskPrefetch", "AwaitFetch", "Bind",
     "Cancel", "ChunkState", "Clear", "Cleared", "Commit", "CommitOutcome", "CommitReply", "Damaged",
-    "Delete", "Deleted", "ErrorReply", "Explain", "Explained", "GateReport", "Goodbye", "Heartbeat",
-    "HeartbeatReply", "Hello", "Loaded", "Locate", "Located", "Lookup", "LookupNote", "LookupReply",
-    "NamespaceList", "Namespaces", "ObjectList", "Objects", "Ok", "Ping", "Pong", "Prefetch",
-    "PrefetchNews", "QuotaList", "Quotas", "Release", "Reply", "Request", "Reserve", "ReserveReply",
-    "Role", "SetQuota", "Status", "StatusReply", "Welcome",
+    "Delete", "Deleted", "ErrorReply", "Explain", "ExplainPrompt", "Explained", "GateReport",
+    "Goodbye", "Heartbeat", "HeartbeatReply", "Hello", "Loaded", "Locate", "Located", "Lookup",
+    "LookupNote", "LookupReply", "NamespaceList", "Namespaces", "ObjectList", "Objects", "Ok",
+    "Ping", "Pong", "Prefetch", "PrefetchNews", "QuotaList", "Quotas", "Release", "Reply",
+    "Request", "Reserve", "ReserveReply", "Role", "SetQuota", "Status", "StatusReply", "Welcome",
 ]  # fmt: skip
 
 PROTOCOL_VERSION = 1
@@ -478,7 +479,8 @@ class StatusReply(_Message, tag="status_reply", frozen=True, array_like=True):
 Request = (
     Locate | Hello | Bind | Heartbeat | Lookup | AwaitFetch | Release | Reserve | Commit | Abort |
     Cancel | Loaded | Damaged | LookupNote | GateReport | Explain | Objects | Delete | Clear |
-    SetQuota | Quotas | Namespaces | Prefetch | AskPrefetch | Ping | Status | Goodbye
+    SetQuota | Quotas | ExplainPrompt | Namespaces | Prefetch | AskPrefetch | Ping | Status |
+    Goodbye
 )  # fmt: skip
 Reply = (
     ErrorReply | Located | Welcome | Ok | HeartbeatReply | LookupReply | ReserveReply |

@@ -11,6 +11,7 @@ import msgspec
 __all__ = [
     "AskPrefetch",
     "Explain",
+    "ExplainPrompt",
     "Explained",
     "NamespaceList",
     "NamespaceNote",
@@ -31,6 +32,27 @@ class Explain(msgspec.Struct, tag="explain", frozen=True, array_like=True):
     id: int
     request: str = ""
     count: int = 10
+
+
+class ExplainPrompt(msgspec.Struct, tag="explain_prompt", frozen=True, array_like=True):
+    """Ask why a prompt would not hit that nobody has sent. Reply: `Explained`, with one.
+
+    Attributes:
+        namespace: of `NamespaceList`.
+        tokens: of the prompt.
+        keys: 32 bytes a chunk, in prefix order, at most `limits.KEYS_MAX`.
+        salt: as in `LookupNote`.
+        unit_tokens: as in `LookupNote`.
+        sketch: as in `LookupNote`.
+    """
+
+    id: int
+    namespace: bytes
+    tokens: int
+    keys: bytes
+    salt: bytes = b""
+    unit_tokens: int = 16
+    sketch: bytes = b""
 
 
 class Explained(msgspec.Struct, tag="explained", frozen=True, array_like=True):

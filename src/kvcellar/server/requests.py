@@ -52,6 +52,7 @@ from kvcellar.server.inquiries import Inquiries
 from kvcellar.server.instances import Client, Instance
 from kvcellar.server.node import Node
 from kvcellar.server.prefetches import Prefetches
+from kvcellar.server.prompt_inquiries import PromptInquiries
 from kvcellar.server.quotas import QuotaBook
 from kvcellar.server.recent import NamespaceFacts
 from kvcellar.server.tier_requests import TierRequests
@@ -95,6 +96,7 @@ class Requests:
             Goodbye: (_ANYONE, self._goodbye),
             **gate_table(),
             **Inquiries(node).table(),
+            **PromptInquiries(node).table(),
             **Deletions(node).table(),
             **QuotaBook(node).table(),
             **Prefetches(node).table(),
