@@ -16,7 +16,7 @@ import kvcellar
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
-OF_THE_ENGINE = {"huggingface_hub", "torch", "transformers", "triton", "vllm"}
+OF_THE_ENGINE = {"huggingface_hub", "tokenizers", "torch", "transformers", "triton", "vllm"}
 HEAVY = ("lmcache", "numba", "numpy", "torch", "transformers", "triton", "vllm")
 
 

@@ -15,6 +15,8 @@ from kvcellar.client.options import ClientOptions, Identity
 from kvcellar.client.tool import connect_tool
 from kvcellar.clock import SystemClock
 from kvcellar.errors import KVCellarError
+from kvcellar.keys.digest import request_seed
+from kvcellar.keys.tokens import token_keys
 from kvcellar.layout.shard import PageRegion, ShardLayout
 from kvcellar.protocol.messages import (
     Bind,
@@ -32,6 +34,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 WAIT_S = 20.0
 CHUNK_TOKENS = 16
 SHARD_BYTES = 4096
+MODEL = "a/model"
 FLAGS = ("--port", "0", "--http-port", "0", "--eviction-policy", "LRU", "--l1-size-gb", "0.0625")
 
 
@@ -64,6 +67,13 @@ def key(number):
 
 def keys(*numbers):
     return b"".join(key(number) for number in numbers)
+
+
+def numbers_of(tokens, salt=None):
+    """Return the chunks of a prompt as the numbers that tests call chunks by."""
+    seed = request_seed(namespace(), adapter=None, cache_salt=salt)
+    packed = token_keys(seed, tokens, chunk_tokens=CHUNK_TOKENS)
+    return [int.from_bytes(packed[at : at + 32], "big") for at in range(0, len(packed), 32)]
 
 
 def layout(rank, *, block_tokens=CHUNK_TOKENS):
@@ -140,6 +150,7 @@ class RunningServer:
             role,
             instance_id=instance,
             software="test",
+            model=MODEL,
             rank=rank,
             world_size=world_size,
             layout=layout(rank) if role == Role.WORKER else None,

@@ -9,9 +9,11 @@ from kvcellar.clock import FakeClock
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.protocol.messages import AwaitFetch, Lookup
 from kvcellar.protocol.tier_messages import Find, Found, Read, ReadDone, Run
+from kvcellar.server.fetch_records import Prefix
 from kvcellar.server.fetches import FETCHES_MAX, Fetches, FetchOptions
 from kvcellar.server.tier_meters import TierMeters
 from kvcellar.store.entries import OwnerId
+from kvcellar.store.inspection import count_leading
 from kvcellar.store.policies import Noop
 
 NAMES = [f"c{number}" for number in range(12)]
@@ -132,6 +134,14 @@ class World:
         self.bed.check()
         return client
 
+    def prefetch(self, names):
+        """Begin a prefetch; return a list that gets an entry when it is over."""
+        keys, over = joined(" ".join(names)), []
+        prefix = Prefix(SPACE, (PAGE, PAGE), "", keys, count_leading(self.bed.store, SPACE, keys))
+        assert self.fetches.prefetch(self.process, prefix, lambda: over.append(True))
+        self.bed.check()
+        return over
+
     def answer_all(self, draw=lambda _count: 0):
         while self.disk.asked:
             self.disk.answer(draw(len(self.disk.asked)))
@@ -177,8 +187,10 @@ def test_every_order_of_answers_ends_with_all_there_is(data):
         in_flight_max=data.draw(st.integers(1, 3)),
         is_retaining=data.draw(st.booleans()),
     )
-    clients = []
+    clients, prefetches = [], []
     for length in wanted:
+        if data.draw(st.booleans()):
+            prefetches.append(world.prefetch(NAMES[: data.draw(st.integers(1, 12))]))
         clients.append(world.begin(NAMES[:length]))
         if data.draw(st.booleans()) and world.disk.asked:
             world.disk.answer(data.draw(st.integers(0, len(world.disk.asked) - 1)))
@@ -199,6 +211,7 @@ def test_every_order_of_answers_ends_with_all_there_is(data):
         if not is_dying:
             assert reply.count == expected
         assert len(reply.refs) == reply.count * 32
+    assert prefetches == [[True]] * len(prefetches)
     assert all(alarm.is_cancelled for alarm in world.alarms)
     assert (world.fetches.in_flight, world.fetches.queued) == (0, 0)
     world.leave(*clients)
@@ -247,6 +260,74 @@ def test_a_fetched_chunk_leaves_first_unless_it_is_used_again():
     assert world.engine.found("b") == 1
     world.engine.put("new")
     assert world.engine.resident("old a b new") == "old b new"
+
+
+def test_a_prefetched_chunk_is_there_to_stay():
+    world = World(disk=Disk(["a"]), memory="old", pages=4, is_retaining=False)
+    assert world.prefetch(["a"]) == []
+    world.answer_all()
+    world.engine.put("new")
+    assert world.engine.resident("old a new") == "a new"
+
+
+def test_prefetches_let_engines_go_first_and_take_half_of_the_places():
+    world = World(disk=Disk(NAMES), in_flight_max=2)
+    over = [world.prefetch([name]) for name in NAMES[:3]]
+    for _ in over:
+        world.disk.answer()
+    assert (world.fetches.in_flight, world.fetches.queued) == (1, 2)
+    world.begin(NAMES[3:5])
+    world.disk.answer(1)
+    assert (world.fetches.in_flight, world.fetches.queued) == (2, 2)
+    late = world.begin(NAMES[5:7])
+    world.disk.answer(len(world.disk.asked) - 1)
+    # The prefetch ends; the place that it leaves goes to the engine, which came last.
+    world.disk.answer()
+    assert over == [[True], [], []]
+    assert late.replies == []
+    assert world.fetches.queued == 2
+    world.answer_all()
+    assert over == [[True]] * 3
+    assert late.replies[0].count == 2
+
+
+@pytest.mark.parametrize("deleted", ["c01", "c04", "c11"])
+@pytest.mark.parametrize("answered", [0, 1, 2])
+def test_a_chunk_that_is_deleted_meanwhile_does_not_come_in(deleted, answered):
+    names = [f"c{number:02}" for number in range(12)]
+    world = World(disk=Disk(names))
+    client = world.begin(names)
+    for _ in range(answered):
+        world.disk.answer()
+    was_there = world.engine.resident(deleted) == deleted
+    world.fetches.forget(frozenset([key(deleted)]))
+    world.answer_all()
+    assert was_there or world.engine.resident(deleted) == ""
+    (reply,) = client.replies
+    assert reply.count == 12 if was_there else reply.count <= names.index(deleted)
+    world.leave(client)
+    assert world.bed.counted.reservations == 0
+    assert world.fetches._reading == {}
+
+
+def test_prefetches_that_wait_ask_for_nothing_more_when_the_tiers_are_emptied():
+    world = World(disk=Disk(NAMES), in_flight_max=1)
+    over = [world.prefetch([name]) for name in NAMES[:3]]
+    for _ in over:
+        world.disk.answer()
+    world.fetches.give_up()
+    assert over == [[True]] * 3
+    assert (world.fetches.in_flight, world.fetches.queued, len(world.disk.asked)) == (0, 0, 1)
+
+
+def test_a_prefetch_holds_nothing_and_is_forgotten_when_it_is_over():
+    world = World(disk=Disk(NAMES))
+    over = world.prefetch(NAMES)
+    world.answer_all()
+    assert over == [True]
+    assert (world.fetches._fetches, world.fetches._keys_bytes) == ({}, 0)
+    assert world.bed.counted.leases == 0
+    assert world.engine.found(" ".join(NAMES)) == 12
 
 
 def test_a_retained_chunk_is_as_any_other():

@@ -49,7 +49,9 @@ class World:
         self.bound(SPACE)
 
     def bound(self, space, instance="engine", **fields):
-        facts = NamespaceFacts(instance, "a-model", CHUNK, {"cache.dtype": "aa", **fields})
+        facts = NamespaceFacts(
+            instance, "a-model", 1, CHUNK, (64,), {"cache.dtype": "aa", **fields}
+        )
         self.recent.note_namespace(space, facts)
 
     def explain(self, *records, now_s=100.0):

@@ -133,7 +133,7 @@ def test_the_description_is_true_of_what_a_server_answers(server, web):
     with server.engine("described") as engine:
         engine.store(1)
         for operation in OPERATIONS:
-            if operation.method != "get":
+            if operation.method != "get" or "{request_id}" in operation.path:
                 continue
             answer = web.get(operation.path.replace("{salt}", "tenant"))
             if "quota" in operation.path and answer.status_code == 400:

@@ -5,11 +5,15 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
 import httpx
 import pytest
+from tests.server import running
 from tests.server.running import SHARD_BYTES, WAIT_S, RunningServer, eventually
 from tests.server.test_requests import NoDeaths, client
 
@@ -34,10 +38,10 @@ CHUNKS = 256
 
 @pytest.fixture(scope="module")
 def server():
-    with RunningServer(*FLAGS) as running:
-        yield running
-        assert "Traceback" not in running.log()
-        assert "internal error" not in running.log()
+    with RunningServer(*FLAGS) as one:
+        yield one
+        assert "Traceback" not in one.log()
+        assert "internal error" not in one.log()
 
 
 @pytest.fixture
@@ -340,3 +344,86 @@ def test_the_commands_carry_the_token_and_it_is_seen_nowhere(tmp_path, capsys):
         shown = capsys.readouterr()
         for text in (pages, server.log(), shown.out, shown.err):
             assert "nobody-sees" not in text
+
+
+class TestFile:
+    """Quotas over a restart."""
+
+    def test_quotas_outlive_a_server_that_is_killed(self, tmp_path):
+        flags = (*FLAGS, "--quota-file", str(tmp_path / "quotas"))
+        with RunningServer(*flags) as server:
+            put(server, "alice", limit_gb=LIMIT_GB)
+            put(server, "bob", limit_gb=1)
+            put(server, "_default", limit_gb=2, disk_limit_gb=3.5)
+            put(server, "bob", None)
+            server.process.kill()
+        with RunningServer(*flags) as server:
+            users = httpx.get(f"{server.http}/quota", timeout=WAIT_S).json()["users"]
+            assert {salt: page["limit_gb"] for salt, page in users.items()} == {
+                "alice": LIMIT_GB, "_default": 2.0,
+            }  # fmt: skip
+            assert users["_default"]["disk_limit_gb"] == 3.5
+            with server.engine() as engine:
+                engine.store(*range(1, 101), tenant="alice")
+                assert engine.lookup(*range(1, 101)).count == 64
+            assert "alice" not in server.log()
+        assert (tmp_path / "quotas").stat().st_mode & 0o777 == 0o600
+
+    def test_a_disk_keeps_to_them_as_well(self, tmp_path):
+        flags = ("--disk-path", str(tmp_path / "disk"), "--quota-file", str(tmp_path / "quotas"))
+        flags = (*FLAGS, *flags)
+        with RunningServer(*flags) as server:
+            put(server, "alice", limit_gb=1, disk_limit_gb=10 * 8192 / GB)
+        with RunningServer(*flags) as server, server.engine() as engine:
+            engine.store(*range(1, 41), tenant="alice")
+            (adapter,) = eventually(
+                lambda: (
+                    (found := server.status()["storage_manager"]["l2_adapters"])
+                    and found[0]["full_chunks"] + found[0]["written_chunks"] == 40
+                    and found
+                )
+            )
+            assert adapter["stored_object_count"] <= 10
+
+    def test_changes_at_once_are_all_kept(self, tmp_path):
+        flags = (*FLAGS, "--quota-file", str(tmp_path / "quotas"))
+        with RunningServer(*flags) as server:
+            web = httpx.Client(base_url=server.http, timeout=WAIT_S)
+            with web, ThreadPoolExecutor(8) as pool:
+                answers = pool.map(
+                    lambda n: web.put(f"/quota/s{n}", json={"limit_gb": n}), range(100)
+                )
+                assert {answer.status_code for answer in answers} == {200}
+            server.stop()
+        saved = json.loads((tmp_path / "quotas").read_text())["quotas"]
+        assert saved == {f"s{n}": {"limit_gb": float(n)} for n in range(100)}
+
+    def test_a_file_that_cannot_be_written_is_said_and_the_quota_holds(self, tmp_path):
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        with RunningServer(*FLAGS, "--quota-file", str(folder / "quotas")) as server:
+            folder.rmdir()
+            answer = put(server, "alice", limit_gb=1)
+            assert answer.status_code == 503
+            assert "--quota-file cannot be written (No such file" in answer.json()["detail"]
+            page = httpx.get(f"{server.http}/quota/alice", timeout=WAIT_S).json()
+            assert page["limit_gb"] == 1.0
+            folder.mkdir()
+            assert put(server, "bob", limit_gb=1).status_code == 200
+        saved = json.loads((folder / "quotas").read_text())["quotas"]
+        assert set(saved) == {"alice", "bob"}
+
+    def test_a_server_that_keeps_no_quotas_refuses_the_flag(self, tmp_path):
+        words = [sys.executable, "-m", "kvcellar", "server", *running.FLAGS]
+        words += ["--quota-file", str(tmp_path / "quotas")]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert ended.returncode == 2
+        assert "--quota-file: quotas are kept with" in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def put(server, salt, body=..., **limits):
+    url = f"{server.http}{path_of(salt)}"
+    if body is None:
+        return httpx.delete(url, timeout=WAIT_S)
+    return httpx.put(url, json=limits, timeout=WAIT_S)

@@ -34,6 +34,64 @@ def records(folder):
     )
 
 
+def delete(server, *numbers, **more):
+    body = {"keys": [key(number).hex() for number in numbers]} | more
+    url = f"{server.http}/cache/objects"
+    answer = httpx.request("DELETE", url, json=body, timeout=WAIT_S)
+    return answer.json()
+
+
+class TestDeletion:
+    def test_a_deleted_chunk_is_nowhere_also_after_a_restart(self, folder):
+        with DiskServer(folder) as server, server.engine() as engine:
+            engine.put(1, 2, 3)
+            server.wait_written(3)
+            assert delete(server, 2, 9) == {"deleted": 1, "skipped": 1, "ok": True}
+            assert len(records(folder)) == 2
+            assert engine.look(1, 2, 3) == (1, 1)
+        with DiskServer(folder) as server, server.engine() as engine:
+            # What only the disk has is deleted as well.
+            assert delete(server, 3, 3) == {"deleted": 2, "skipped": 0, "ok": True}
+            assert engine.look(3) == (0, 0)
+            assert engine.look(1, 2) == (0, 1)
+
+    def test_a_tier_that_is_named_is_the_only_one(self, folder):
+        with DiskServer(folder) as server, server.engine() as engine:
+            engine.put(1, 2)
+            server.wait_written(2)
+            assert delete(server, 1, tier="l2")["deleted"] == 1
+            assert delete(server, 2, tier="l1")["deleted"] == 1
+            assert engine.look(1, 2) == (1, 2)
+
+    def test_what_is_in_use_stays_everywhere_unless_forced(self, folder):
+        with DiskServer(folder) as server, server.engine() as engine:
+            engine.put(1)
+            server.wait_written(1)
+            engine.call(lambda i: Lookup(i, keys(1)))
+            assert delete(server, 1)["skipped"] == 1
+            assert len(records(folder)) == 1
+            assert delete(server, 1, force=True)["deleted"] == 1
+            assert records(folder) == []
+
+    def test_a_tier_that_cannot_say_so_is_no_success(self, disk):
+        engine = disk.engine()
+        engine.put(1, 2)
+        disk.wait_written(2)
+        os.kill(disk.tier_pid(), signal.SIGSTOP)
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(delete(disk, 1)))
+        thread.start()
+        eventually(lambda: disk.status()["kvcellar"]["chunks"] == 1)
+        # What is being deleted must not come back meanwhile.
+        assert engine.call(lambda i: Lookup(i, keys(1))).fetch == 0
+        os.kill(disk.tier_pid(), signal.SIGKILL)
+        thread.join(WAIT_S)
+        assert eventually(lambda: engine.call(lambda i: Lookup(i, keys(1))).fetch)
+        (answer,) = answers
+        assert (answer["deleted"], answer["ok"]) == (0, False)
+        assert "may keep 1 keys" in answer["error"]
+
+
 class TestHits:
     @pytest.mark.parametrize("ranks", [1, 2])
     def test_what_was_stored_is_found_after_the_server_was_killed(self, folder, ranks):
@@ -94,6 +152,20 @@ class TestHits:
             for prompt in prompts * 2:
                 assert engine.look(*prompt)[1] == 4
             assert server.status_metrics()["kvcellar_tier_fetched_chunks_total"] >= 40
+
+    def test_what_memory_answers_does_not_age_on_the_disk(self, folder):
+        """The folder has room for some 180 chunks; the first is used while the others come."""
+        with DiskServer(folder, "--disk-size-gb", "0.0015") as server, server.engine() as engine:
+            for first in range(1, 151, 50):
+                engine.put(*range(first, first + 50))
+                server.wait_written(first + 49)
+            assert engine.look(1) == (1, 1)
+            eventually(lambda: server.status_metrics()["kvcellar_tier_told_chunks_total"] == 1)
+            engine.put(*range(151, 251))
+            eventually(lambda: server.tier()["written_chunks"] == 250)
+            names = {path.stem for path in records(folder)}
+            assert key(1).hex() in names
+            assert key(2).hex() not in names
 
     def test_without_a_wait_the_first_answer_stands(self, folder):
         with DiskServer(folder) as server, server.engine() as engine:

@@ -71,6 +71,20 @@ def test_chunks_are_held_until_they_are_written():
     world.bed.check()
 
 
+def test_what_is_deleted_before_its_turn_is_not_written():
+    world = World()
+    world.put("a b c d e f g h i")
+    assert len(world.disk.asked) == 2
+    world.writes.forget({key(name) for name in "beghi"})
+    assert world.held() == (9, 5, 18)
+    # What was asked for already is the tier process's to delete, in order.
+    written = [world.disk.answer() for _ in range(3)]
+    assert written == [[key("a"), key("b")], [key("c"), key("d")], [key("f")]]
+    assert world.held() == (0, 0, 0)
+    assert world.meters.unwritten_chunks == 0
+    world.bed.check()
+
+
 def test_beyond_its_bound_the_leading_chunks_are_kept_and_the_rest_is_counted():
     world = World(bound_pages=4)
     world.put("a b c d")

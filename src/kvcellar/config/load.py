@@ -15,6 +15,7 @@ import msgspec
 
 from kvcellar.config.admin_token import read_admin_token
 from kvcellar.config.flags import ForeignFlag, read_flags, suggestion
+from kvcellar.config.quota_file import read_quota_file
 from kvcellar.config.server import (
     EVICTION_POLICIES,
     L1_CODECS,
@@ -186,6 +187,14 @@ def _token_file(flag: str, text: str) -> str:
     return path
 
 
+def _quota_file(flag: str, text: str) -> str:
+    if not text:
+        raise ConfigError(f"{flag} is empty: write a file, as in {flag} /var/lib/kvcellar/quotas")
+    path = str(Path(text).expanduser().absolute())
+    read_quota_file(path)
+    return path
+
+
 def _adapter(flag: str, text: str) -> str:
     # What the object says is checked by who builds the tier; its text may hold secrets.
     try:
@@ -274,6 +283,7 @@ _CHECKS: dict[str, Callable[[str, str], object]] = {
     "log_level": _log_level,
     "log_misses": _switch,
     "admin_token_file": _token_file,
+    "quota_file": _quota_file,
     "eviction_watermark": _fraction,
     "eviction_ratio": _fraction,
 }

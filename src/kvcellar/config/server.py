@@ -247,11 +247,24 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _meta(
             "--admin-token-file",
             "FILE",
-            "File whose one line is the token that changes over HTTP need (/quota, /cache/clear, "
-            "as `Authorization: Bearer TOKEN`), from this host as well; it is read anew each time. "
+            "File whose one line is the token that changes over HTTP need (/quota, "
+            "/cache/clear, /cache/prefetches, as `Authorization: Bearer TOKEN`), from this host as "
+            "well; it is read anew each time. "
             "Without it programs of this host may change things, and nobody else. Commands that "
             "go through the engines' port need the server's user instead.",
             change="When quotas are set from elsewhere, or other users share the host.",
+        ),
+    ] = None
+    quota_file: Annotated[
+        str | None,
+        _meta(
+            "--quota-file",
+            "FILE",
+            "File in which quotas are kept over a restart; made when the first one is set, "
+            "replaced with each change, for its owner's eyes only (docs/tenants.md). Without it "
+            "quotas live as long as the server.",
+            change="When nobody sets the quotas again after a restart. A file of its own for each "
+            "server.",
         ),
     ] = None
     log_misses: Annotated[

@@ -24,7 +24,7 @@ _GROUPS = {
     "storage_manager": (
         "l1_bytes", "l1_codec", "eviction_policy", "eviction_watermark", "eviction_ratio",
         "disk_path", "disk_bytes", "l2_adapters", "l2_store_policy", "l2_prefetch_policy",
-        "l2_prefetches_max",
+        "l2_prefetches_max", "quota_file",
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from kvcellar.keys.digest import KEY_BYTES, ChunkKey, RequestSeed
+from kvcellar.keys.digest import KEY_BYTES, ChunkKey, RequestSeed, next_key
 from kvcellar.keys.sketch import sketch_of, sketch_unit
 
 __all__ = ["ChunkChain", "SpanItem", "chunk_key"]
@@ -117,7 +117,7 @@ class ChunkChain:
         for index in range(first, full):
             at = (index - first) * width
             extras = _encode_items(self._items, index * self.chunk_tokens, self.chunk_tokens)
-            self._last = blake3(self._last + packed[at : at + width] + extras).digest()
+            self._last = next_key(self._last, packed[at : at + width], extras)
             self._keys += self._last
         known = fresh[: (full - first) * self.chunk_tokens]
         self._sketch += sketch_of(known, unit_tokens=self.unit_tokens)
@@ -138,9 +138,7 @@ def chunk_key(
     tokens = np.asarray(token_ids, dtype=np.int64)
     assert _known_tokens(tokens) == len(tokens), token_ids
     packed = tokens.astype("<u4").tobytes()
-    return ChunkKey(
-        blake3(previous + packed + _encode_items(items, start, len(token_ids))).digest()
-    )
+    return next_key(previous, packed, _encode_items(items, start, len(token_ids)))
 
 
 def _known_tokens(tokens: NDArray[np.int64]) -> int:

@@ -24,10 +24,13 @@ __all__ = [
     "field_digests",
     "namespace_fields",
     "namespace_id",
+    "next_key",
     "request_seed",
+    "short_digest",
 ]
 
 KEY_BYTES = 32
+_SHORT_BYTES = 8
 
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes that name a chunk."""
@@ -112,6 +115,22 @@ def request_seed(
         "cache_salt": cache_salt or None,
     }
     return RequestSeed(_digest(b"kvcellar-request-1", _encode_fields(fields)))
+
+
+def short_digest(what: str, data: bytes) -> bytes:
+    """Return 8 bytes that tell two salts, adapters … apart and give neither away; b"" for none."""
+    return _digest(f"kvcellar-{what}-1".encode(), data)[:_SHORT_BYTES] if data else b""
+
+
+def next_key(previous: bytes, packed: bytes, extras: bytes = b"") -> ChunkKey:
+    """Return a chunk's key from its parts; see `kvcellar.keys.chain`.
+
+    Args:
+        previous: the key of the chunk before it, or the request seed.
+        packed: its tokens as little-endian uint32.
+        extras: what lies in it beside tokens, encoded.
+    """
+    return ChunkKey(blake3(previous + packed + extras).digest())
 
 
 def _digest(context: bytes, data: bytes) -> bytes:

@@ -15,17 +15,27 @@ import msgspec
 from kvcellar.layout.shard import ShardLayout
 from kvcellar.protocol.gate import GateReport
 from kvcellar.protocol.limits import COUNTS_MAX, FIELDS_MAX, HANDLES_MAX, WORLD_SIZE_MAX
+from kvcellar.protocol.prompts import (
+    AskPrefetch,
+    Explain,
+    Explained,
+    ExplainPrompt,
+    NamespaceList,
+    Namespaces,
+    Prefetch,
+    PrefetchNews,
+)
 from kvcellar.protocol.quotas import QuotaList, Quotas, SetQuota
 from kvcellar.protocol.states import ChunkState, CommitOutcome, Role
 
 __all__ = [
-    "OFFSET_BYTES", "PROTOCOL_VERSION", "REF_BYTES", "Abort", "AwaitFetch", "Bind", "Cancel",
-    "ChunkState", "Clear", "Cleared", "Commit", "CommitOutcome", "CommitReply", "Damaged",
-    "Delete", "Deleted", "ErrorReply", "Explain", "Explained", "GateReport", "Goodbye",
-    "Heartbeat", "HeartbeatReply", "Hello", "Loaded", "Locate", "Located", "Lookup", "LookupNote",
-    "LookupReply", "ObjectList", "Objects", "Ok", "Ping", "Pong", "QuotaList", "Quotas",
-    "Release", "Reply", "Request", "Reserve", "ReserveReply", "Role", "SetQuota", "Status",
-    "StatusReply", "Welcome",
+    "OFFSET_BYTES", "PROTOCOL_VERSION", "REF_BYTES", "Abort", "AskPrefetch", "AwaitFetch", "Bind",
+    "Cancel", "ChunkState", "Clear", "Cleared", "Commit", "CommitOutcome", "CommitReply", "Damaged",
+    "Delete", "Deleted", "ErrorReply", "Explain", "ExplainPrompt", "Explained", "GateReport",
+    "Goodbye", "Heartbeat", "HeartbeatReply", "Hello", "Loaded", "Locate", "Located", "Lookup",
+    "LookupNote", "LookupReply", "NamespaceList", "Namespaces", "ObjectList", "Objects", "Ok",
+    "Ping", "Pong", "Prefetch", "PrefetchNews", "QuotaList", "Quotas", "Release", "Reply",
+    "Request", "Reserve", "ReserveReply", "Role", "SetQuota", "Status", "StatusReply", "Welcome",
 ]  # fmt: skip
 
 PROTOCOL_VERSION = 1
@@ -261,18 +271,6 @@ class LookupNote(_Message, tag="lookup_note", frozen=True, array_like=True):
     sketch: bytes = b""
 
 
-class Explain(_Message, tag="explain", frozen=True, array_like=True):
-    """Ask why requests did not hit. Reply: `Explained`.
-
-    Attributes:
-        request: what the ids of the requests begin with or contain; empty for the last ones.
-        count: how many requests at most, the newest first.
-    """
-
-    request: str = ""
-    count: int = 10
-
-
 class Objects(_Message, tag="objects", frozen=True, array_like=True):
     """Ask for a page of the complete chunks. Reply: `ObjectList`.
 
@@ -292,11 +290,13 @@ class Delete(_Message, tag="delete", frozen=True, array_like=True):
 
     Attributes:
         keys: 32 bytes a chunk, at most `limits.KEYS_MAX`.
-        force: also those that are being read.
+        force: also those that are being read, or written to a tier.
+        tier: "l1" for the arena, "l2" for what is behind it, "all".
     """
 
     keys: bytes
     force: bool = False
+    tier: str = "all"
 
 
 class Clear(_Message, tag="clear", frozen=True, array_like=True):
@@ -441,13 +441,6 @@ class Cleared(_Message, tag="cleared", frozen=True, array_like=True):
     tier_chunks: int = 0
 
 
-class Explained(_Message, tag="explained", frozen=True, array_like=True):
-    """Plain data for each request, newest first; the shape is in `server.misses`."""
-
-    # Any: see there; the wire only carries it.
-    misses: tuple[dict[str, Any], ...]
-
-
 class ObjectList(_Message, tag="object_list", frozen=True, array_like=True):
     """A page of the complete chunks.
 
@@ -462,7 +455,10 @@ class ObjectList(_Message, tag="object_list", frozen=True, array_like=True):
 
 
 class Deleted(_Message, tag="deleted", frozen=True, array_like=True):
-    """What became of the keys: a byte for each, 0 not there, 1 deleted, 2 in use and left."""
+    """What became of the keys, a byte for each.
+
+    0 not there, 1 deleted, 2 in use and left, 3 a tier could not be reached and may keep it.
+    """
 
     states: bytes
 
@@ -483,9 +479,11 @@ class StatusReply(_Message, tag="status_reply", frozen=True, array_like=True):
 Request = (
     Locate | Hello | Bind | Heartbeat | Lookup | AwaitFetch | Release | Reserve | Commit | Abort |
     Cancel | Loaded | Damaged | LookupNote | GateReport | Explain | Objects | Delete | Clear |
-    SetQuota | Quotas | Ping | Status | Goodbye
+    SetQuota | Quotas | ExplainPrompt | Namespaces | Prefetch | AskPrefetch | Ping | Status |
+    Goodbye
 )  # fmt: skip
 Reply = (
     ErrorReply | Located | Welcome | Ok | HeartbeatReply | LookupReply | ReserveReply |
-    CommitReply | Cleared | Explained | ObjectList | Deleted | QuotaList | Pong | StatusReply
+    CommitReply | Cleared | Explained | ObjectList | Deleted | QuotaList | NamespaceList |
+    PrefetchNews | Pong | StatusReply
 )  # fmt: skip

@@ -22,6 +22,7 @@ __all__ = [
     "Deleted",
     "Find",
     "Found",
+    "Gone",
     "QuotasSet",
     "Read",
     "ReadDone",
@@ -34,6 +35,8 @@ __all__ = [
     "TierFacts",
     "TierNews",
     "TierQuestion",
+    "Touch",
+    "Touched",
     "Wipe",
     "Write",
     "WriteDone",
@@ -114,7 +117,7 @@ class Write(_Message, tag="write", frozen=True, array_like=True):
 
 
 class Delete(_Message, tag="delete", frozen=True, array_like=True):
-    """Remove chunks from every tier. Answer: `Deleted`."""
+    """Remove chunks from every tier, after the writes asked for before. Answer: `Gone`."""
 
     keys: bytes
 
@@ -137,6 +140,16 @@ class SetQuotas(_Message, tag="set_quotas", frozen=True, array_like=True):
     """
 
     limits: dict[str, int | None]
+
+
+class Touch(_Message, tag="touch", frozen=True, array_like=True):
+    """Count chunks as used, since the arena answered for them. Answer: `Touched`.
+
+    Attributes:
+        prefixes: of each prompt the keys that were used, 32 bytes a chunk, in prefix order.
+    """
+
+    prefixes: tuple[bytes, ...]
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
@@ -243,8 +256,18 @@ class Deleted(_Message, tag="deleted", frozen=True, array_like=True):
     count: int
 
 
+class Gone(_Message, tag="gone", frozen=True, array_like=True):
+    """One byte a chunk: 1 where it was in a tier, 2 where one may keep it, else 0."""
+
+    states: bytes
+
+
 class QuotasSet(_Message, tag="quotas_set", frozen=True, array_like=True):
     """The quotas are kept from now on."""
+
+
+class Touched(_Message, tag="touched", frozen=True, array_like=True):
+    """They are counted."""
 
 
 class Report(_Message, tag="report", frozen=True, array_like=True):
@@ -253,8 +276,8 @@ class Report(_Message, tag="report", frozen=True, array_like=True):
     tiers: tuple[TierFacts, ...]
 
 
-TierQuestion = Configure | Find | Read | Write | Delete | Wipe | SetQuotas
-TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted | QuotasSet
+TierQuestion = Configure | Find | Read | Write | Delete | Wipe | SetQuotas | Touch
+TierAnswer = Ready | Refused | Found | ReadDone | WriteDone | Deleted | Gone | QuotasSet | Touched
 TierNews = TierAnswer | Report
 
 _QUESTIONS = msgspec.msgpack.Decoder(TierQuestion)

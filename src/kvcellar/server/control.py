@@ -140,27 +140,30 @@ class ControlServer:
         config = self._config
         tcp = _listen(TcpAddress(config.host, config.port))
         port = int(tcp[0].getsockname()[1])
+        opened = [*tcp]
         try:
             self._http_sockets = await self._listen_http()
+            if config.tier_adapters():
+                self.node.tiers = self._make_tiers()
             self.node.address = self._unix_address(port)
             unix = listen_unix(self.node.address)
+            opened.append(unix)
             if config.socket_dir is not None:
                 self._socket_path = Path(self.node.address)
+            self._listener = UnixListener(
+                unix,
+                self.node,
+                self._strangers,
+                arena_fd=self._arena.fd,
+                allowed_uids=frozenset({os.getuid(), 0, *config.client_uids}),
+            )
         except BaseException:
-            for sock in tcp:
+            for sock in opened:
                 sock.close()
             raise
-        self._listener = UnixListener(
-            unix,
-            self.node,
-            self._strangers,
-            arena_fd=self._arena.fd,
-            allowed_uids=frozenset({os.getuid(), 0, *config.client_uids}),
-        )
         await self._door.open(tcp)
         self.node.awake.start()
-        if config.tier_adapters():
-            self.node.tiers = self._make_tiers()
+        if self.node.tiers is not None:
             self.node.tiers.start()
         self._http = self._make_http()
         self._http_watch = HttpWatch(self._http, self.node.awake)

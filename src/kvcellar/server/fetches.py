@@ -4,22 +4,24 @@ A lookup that ends early begins a fetch. The tiers are asked how far they reach;
 come in batches: slots are reserved for the life of the tier process as their writer, the tier
 process fills them, and each batch is committed with the seals that were read and verified. Whoever
 waits gets one answer, at the end of the fetch or at its own deadline, and no failure of a tier is
-more than a shorter answer. Keys that another fetch is reading are not read twice. Everything runs
-on the control loop and returns at once. Used by `tiers` and `requests`.
+more than a shorter answer. Keys that another fetch is reading are not read twice. A prefetch is a
+fetch that no lookup began: it lets engines' fetches go first, and what it brings is to stay.
+Everything runs on the control loop and returns at once. Used by `tiers` and `requests`.
 """
 
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from kvcellar.clock import Clock
 from kvcellar.errors import NotRegisteredError
-from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.protocol.messages import AwaitFetch, ChunkState, Lookup, LookupReply
 from kvcellar.protocol.tier_messages import Find, Found, Read, ReadDone, Run, TierAnswer
-from kvcellar.server.instances import Client, Connection, Instance
+from kvcellar.server.fetch_records import Batch, Fetch, Later, Prefix, Waiter
+from kvcellar.server.instances import Client, Instance
 from kvcellar.server.tier_line import TierAsker
 from kvcellar.server.tier_meters import TierMeters
 from kvcellar.store.entries import OwnerId
@@ -27,7 +29,7 @@ from kvcellar.store.grants import coming_as_oldest, look_again, stay_oldest
 from kvcellar.store.machine import Store
 from kvcellar.units import MIB
 
-__all__ = ["FetchOptions", "Fetches", "Later"]
+__all__ = ["FetchOptions", "Fetches"]
 
 FETCHES_MAX = 1_024
 """Fetches that are known, unfinished and finished ones that nobody has asked about."""
@@ -37,85 +39,6 @@ WAIT_MAX_S = 60.0
 BATCHES_AT_ONCE = 2
 """Batches of one fetch that are read at once: the tiers never wait for the control loop."""
 BATCH_BYTES = 64 * MIB
-
-
-class Later(Protocol):
-    """Something that was put off, as `loop.call_later` returns it."""
-
-    def cancel(self) -> None:
-        """Do not do it."""
-        ...
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    """Whoever wants to know what a fetch came to."""
-
-    connection: Connection
-    request_id: int
-    alarm: Later | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Fetch:
-    """One fetch.
-
-    Attributes:
-        handle: its name on the wire.
-        client: for whom.
-        namespace: of the keys.
-        shard_bytes: of a chunk of it.
-        tenant: on whose account the chunks go.
-        keys: all keys of the lookup.
-        found: leading chunks that the lookup found.
-        owner: the life of the tier process that it belongs to.
-        at: the next chunk to ask for.
-        end: so far it will get.
-        runs: (end, tier): which tier has the chunks before `end`.
-        out: batches that are being read.
-        came: keys that became visible.
-        waiters: see there.
-        is_reading: it counts towards the fetches in flight.
-        is_over: nothing more will come.
-    """
-
-    handle: int
-    client: Client
-    namespace: NamespaceId
-    shard_bytes: tuple[int, ...]
-    tenant: str
-    keys: bytes
-    found: int
-    owner: OwnerId
-    at: int
-    end: int
-    began_s: float
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    out: int = 0
-    came: list[bytes] = field(default_factory=list)
-    waiters: list[_Waiter] = field(default_factory=list)
-    is_reading: bool = False
-    is_over: bool = False
-
-    def key(self, index: int) -> bytes:
-        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-
-
-@dataclass(eq=False, slots=True)
-class _Batch:
-    """Chunks that are being read together.
-
-    Attributes:
-        fetch: whose.
-        reservation: holds their slots.
-        places: which chunks of the fetch, in order.
-        followers: fetches that want the same chunks.
-    """
-
-    fetch: _Fetch
-    reservation: int
-    places: list[int]
-    followers: list[_Fetch] = field(default_factory=list)
 
 
 class FetchOptions(NamedTuple):
@@ -162,9 +85,11 @@ class Fetches:
         self._options = options
         self._clock = clock
         self._later = later
-        self._fetches: dict[int, _Fetch] = {}
-        self._queue: deque[_Fetch] = deque()
-        self._reading: dict[bytes, _Batch] = {}
+        self._fetches: dict[int, Fetch] = {}
+        self._queue: deque[Fetch] = deque()
+        self._patient: deque[Fetch] = deque()
+        self._prefetching = 0
+        self._reading: dict[bytes, Batch] = {}
         self._keys_bytes = 0
         self._last = 0
         self._is_pumping = False
@@ -179,7 +104,7 @@ class Fetches:
     @property
     def queued(self) -> int:
         """Return how many fetches wait for their turn."""
-        return len(self._queue)
+        return len(self._queue) + len(self._patient)
 
     def begin(
         self,
@@ -198,14 +123,35 @@ class Fetches:
             lookup: what the client asked.
             found: leading chunks that are in the arena.
         """
-        keys = lookup.keys
         assert instance.namespace is not None, instance.name
+        prefix = Prefix(instance.namespace, instance.shard_bytes, lookup.tenant, lookup.keys, found)
+        return self._begin(client, owner, prefix, None)
+
+    def prefetch(self, owner: OwnerId, prefix: Prefix, on_end: Callable[[], None]) -> bool:
+        """Begin to fetch what nobody has looked up; return whether it is begun.
+
+        Args:
+            owner: the life of the tier process.
+            prefix: what to fetch.
+            on_end: called once, later, when nothing more will come.
+        """
+        return self._begin(None, owner, prefix, on_end) > 0
+
+    def _begin(
+        self,
+        client: Client | None,
+        owner: OwnerId,
+        prefix: Prefix,
+        on_end: Callable[[], None] | None,
+    ) -> int:
+        keys, found = prefix.keys, prefix.found
         if not self._has_place(len(keys)):
             return 0
         self._last += 1
-        fetch = _Fetch(
-            self._last, client, instance.namespace, instance.shard_bytes, lookup.tenant, keys,
-            found, owner, at=found, end=len(keys) // KEY_BYTES, began_s=self._clock.monotonic_s(),
+        fetch = Fetch(
+            self._last, client, prefix.namespace, prefix.shard_bytes, prefix.tenant, keys, found,
+            owner, at=found, end=len(keys) // KEY_BYTES, began_s=self._clock.monotonic_s(),
+            on_end=on_end,
         )  # fmt: skip
         if not self._asker.ask(
             lambda id_: Find(id_, keys, found), lambda answer: self._found(fetch, answer)
@@ -222,8 +168,8 @@ class Fetches:
         if fetch is None or fetch.client is not client or client.connection is None:
             return LookupReply(request.id, 0, 0, b"")
         if fetch.is_over or request.wait_s <= 0:
-            return self._answer(fetch, request.id)
-        waiter = _Waiter(client.connection, request.id)
+            return self._answer(client, fetch, request.id)
+        waiter = Waiter(client.connection, request.id)
         wait_s = min(request.wait_s, WAIT_MAX_S)
         waiter.alarm = self._later(wait_s, lambda: self._expire(fetch, waiter))
         fetch.waiters.append(waiter)
@@ -232,10 +178,20 @@ class Fetches:
     def give_up(self) -> None:
         """End every fetch as it is: the tiers were emptied, or the tier process is gone."""
         self._queue.clear()
+        self._patient.clear()
         for fetch in list(self._fetches.values()):
             fetch.end = fetch.at
             if not fetch.is_over:
                 self._end(fetch)
+
+    def forget(self, keys: AbstractSet[bytes]) -> None:
+        """Fetch these chunks no more, nor what comes after them: they were deleted."""
+        for fetch in self._fetches.values():
+            if not fetch.is_over:
+                places = range(fetch.at, fetch.end)
+                fetch.end = next((at for at in places if fetch.key(at) in keys), fetch.end)
+        for key in keys & self._reading.keys():
+            self._reading[key].is_void = True
 
     def _has_place(self, keys_bytes: int) -> bool:
         """Make place for one more fetch at the cost of those that nobody asked about."""
@@ -246,11 +202,11 @@ class Fetches:
             self._forget(oldest)
         return True
 
-    def _forget(self, fetch: _Fetch) -> None:
+    def _forget(self, fetch: Fetch) -> None:
         if self._fetches.pop(fetch.handle, None) is not None:
             self._keys_bytes -= len(fetch.keys)
 
-    def _found(self, fetch: _Fetch, answer: TierAnswer | None) -> None:
+    def _found(self, fetch: Fetch, answer: TierAnswer | None) -> None:
         if fetch.is_over:
             return
         runs = answer.runs if isinstance(answer, Found) else ()
@@ -259,7 +215,7 @@ class Fetches:
         if fetch.at >= fetch.end:
             self._end(fetch)
         else:
-            self._queue.append(fetch)
+            (self._queue if fetch.client is not None else self._patient).append(fetch)
             self._pump()
 
     def _pump(self) -> None:
@@ -268,15 +224,23 @@ class Fetches:
             return
         self._is_pumping = True
         try:
-            while self._queue and self.in_flight < self._options.in_flight_max:
-                fetch = self._queue.popleft()
+            while self.in_flight < self._options.in_flight_max and (fetch := self._next()):
                 fetch.is_reading = True
                 self.in_flight += 1
+                self._prefetching += fetch.client is None
                 self._go_on(fetch)
         finally:
             self._is_pumping = False
 
-    def _go_on(self, fetch: _Fetch) -> None:
+    def _next(self) -> Fetch | None:
+        """Return whose turn it is: a prefetch when no engine waits, and never in all places."""
+        if self._queue:
+            return self._queue.popleft()
+        if self._patient and self._prefetching < max(1, self._options.in_flight_max // 2):
+            return self._patient.popleft()
+        return None
+
+    def _go_on(self, fetch: Fetch) -> None:
         """Ask for the next batches; end the fetch where there are none."""
         while not fetch.is_over and fetch.at < fetch.end and fetch.out < BATCHES_AT_ONCE:
             other = self._reading.get(fetch.key(fetch.at))
@@ -289,7 +253,7 @@ class Fetches:
         if not fetch.is_over and fetch.at >= fetch.end and not fetch.out:
             self._end(fetch)
 
-    def _read(self, fetch: _Fetch) -> None:
+    def _read(self, fetch: Fetch) -> None:
         start, (stop, tier) = fetch.at, self._stretch(fetch)
         keys = fetch.keys[start * KEY_BYTES : stop * KEY_BYTES]
         try:
@@ -317,7 +281,7 @@ class Fetches:
         if not reserved.reservation:
             return
         places = [start + i for i, state in enumerate(states) if state == ChunkState.RESERVED]
-        batch = _Batch(fetch, reserved.reservation, places)
+        batch = Batch(fetch, reserved.reservation, places)
         wanted = b"".join([fetch.key(place) for place in places])
         is_sent = self._asker.ask(
             lambda id_: Read(
@@ -339,7 +303,7 @@ class Fetches:
         for place in places:
             self._reading[fetch.key(place)] = batch
 
-    def _stretch(self, fetch: _Fetch) -> tuple[int, int]:
+    def _stretch(self, fetch: Fetch) -> tuple[int, int]:
         """Return where the next batch ends, and the tier that has it."""
         end, tier = next(run for run in fetch.runs if run[0] > fetch.at)
         chunk_bytes = sum(fetch.shard_bytes)
@@ -350,13 +314,13 @@ class Fetches:
                 return place, tier
         return stop, tier
 
-    def _done(self, batch: _Batch, answer: TierAnswer | None) -> None:
+    def _done(self, batch: Batch, answer: TierAnswer | None) -> None:
         fetch = batch.fetch
         fetch.out -= 1
         keys = [fetch.key(place) for place in batch.places]
         for key in keys:
             self._reading.pop(key, None)
-        count = answer.count if isinstance(answer, ReadDone) else 0
+        count = answer.count if isinstance(answer, ReadDone) and not batch.is_void else 0
         if isinstance(answer, ReadDone) and count == len(keys):
             self._commit(batch, keys, answer.seals)
             fetch.came += keys
@@ -373,48 +337,53 @@ class Fetches:
             self._go_on(follower)
         self._go_on(fetch)
 
-    def _commit(self, batch: _Batch, keys: list[bytes], seals: tuple[bytes, ...]) -> None:
+    def _commit(self, batch: Batch, keys: list[bytes], seals: tuple[bytes, ...]) -> None:
         owner = batch.fetch.owner
         with contextlib.ExitStack() as stack:
-            if not self._options.is_retaining:
+            if not self._options.is_retaining and batch.fetch.client is not None:
                 stack.enter_context(coming_as_oldest(self._store, owner, keys))
             for shard, sealed in enumerate(seals):
                 self._store.commit(owner, batch.reservation, shard, sealed)
 
-    def _drop(self, batch: _Batch) -> None:
+    def _drop(self, batch: Batch) -> None:
         for shard in range(len(batch.fetch.shard_bytes)):
             self._store.abort(batch.fetch.owner, batch.reservation, shard)
 
-    def _end(self, fetch: _Fetch) -> None:
+    def _end(self, fetch: Fetch) -> None:
         fetch.is_over = True
         if fetch.is_reading:
             self.in_flight -= 1
+            self._prefetching -= fetch.client is None
             self._meters.fetch_s.observe(self._clock.monotonic_s() - fetch.began_s)
         waiters, fetch.waiters = fetch.waiters, []
         for waiter in waiters:
             self._tell(fetch, waiter)
+        if fetch.on_end is not None:
+            self._forget(fetch)
+            fetch.on_end()
         self._pump()
 
-    def _expire(self, fetch: _Fetch, waiter: _Waiter) -> None:
+    def _expire(self, fetch: Fetch, waiter: Waiter) -> None:
         if waiter in fetch.waiters:
             self._meters.fetches_late += 1
             fetch.waiters.remove(waiter)
             self._tell(fetch, waiter)
 
-    def _tell(self, fetch: _Fetch, waiter: _Waiter) -> None:
+    def _tell(self, fetch: Fetch, waiter: Waiter) -> None:
         if waiter.alarm is not None:
             waiter.alarm.cancel()
         # Over a newer connection nobody waits for this answer.
-        if fetch.client.connection is waiter.connection:
-            waiter.connection.push(self._answer(fetch, waiter.request_id))
+        client = fetch.client
+        if client is not None and client.connection is waiter.connection:
+            waiter.connection.push(self._answer(client, fetch, waiter.request_id))
 
-    def _answer(self, fetch: _Fetch, request_id: int) -> LookupReply:
+    def _answer(self, client: Client, fetch: Fetch, request_id: int) -> LookupReply:
         if fetch.is_over:
             self._forget(fetch)
         try:
             hit = look_again(
                 self._store,
-                fetch.client.owner,
+                client.owner,
                 fetch.namespace,
                 fetch.keys,
                 request=request_id,

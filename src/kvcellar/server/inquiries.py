@@ -1,4 +1,4 @@
-"""What people ask of a server: why something missed, what it holds, and to delete some of it.
+"""What people ask of a server: why something missed, and what it holds.
 
 Apart from `requests`, which engines are waiting for. Each answer is bounded: a page of a listing
 looks at a limited number of places, an explanation at a limited number of lookups.
@@ -10,12 +10,10 @@ from typing import Any
 
 import msgspec
 
-from kvcellar.errors import LimitError, MalformedError
+from kvcellar.errors import MalformedError
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.protocol.limits import KEYS_MAX, PAGE_MAX, SKETCH_MAX_BYTES, TEXT_MAX
 from kvcellar.protocol.messages import (
-    Delete,
-    Deleted,
     Explain,
     Explained,
     LookupNote,
@@ -30,7 +28,7 @@ from kvcellar.server.misses import Explainer, Miss
 from kvcellar.server.node import Node
 from kvcellar.server.recent import LookupRecord
 from kvcellar.store.entries import Entry
-from kvcellar.store.inspection import delete_chunk, list_chunks
+from kvcellar.store.inspection import list_chunks
 from kvcellar.telemetry.logs import EventLog
 
 __all__ = ["Inquiries"]
@@ -57,7 +55,6 @@ class Inquiries:
             LookupNote: (frozenset({Role.SCHEDULER}), self._note),
             Explain: (_TOOLS, self._explain),
             Objects: (_TOOLS, self._objects),
-            Delete: (_TOOLS, self._delete),
         }
 
     def _note(self, client: Client, request: LookupNote) -> Reply:
@@ -129,7 +126,7 @@ class Inquiries:
                 f"a page of {request.count} from {request.at}: write 1 to {PAGE_MAX} from 0 on"
             )
         recent = self._node.recent
-        namespaces = recent.namespaces_of(request.model) if request.model else None
+        namespaces = recent.namespaces_of(request.model).keys() if request.model else None
         page = list_chunks(self._store, request.at, count=request.count, namespaces=namespaces)
         return ObjectList(request.id, tuple(self._object(e) for e in page.chunks), page.next_at)
 
@@ -141,19 +138,6 @@ class Inquiries:
             "model": facts.model if facts is not None else "",
             "shard_bytes": list(entry.namespace.shard_bytes),
         }
-
-    def _delete(self, client: Client, request: Delete) -> Reply:
-        count, rest = divmod(len(request.keys), KEY_BYTES)
-        if rest:
-            raise MalformedError(f"{len(request.keys)} bytes are no list of keys")
-        if count > KEYS_MAX:
-            raise LimitError(f"{count} keys in one request: send at most {KEYS_MAX}")
-        states = bytes(
-            delete_chunk(self._store, request.keys[at : at + KEY_BYTES], force=request.force)
-            for at in range(0, len(request.keys), KEY_BYTES)
-        )
-        _log.info("deleted by key", chunks=states.count(1), asked=count, pid=client.hello.pid)
-        return Deleted(request.id, states)
 
 
 def _check_note(note: LookupNote) -> None:

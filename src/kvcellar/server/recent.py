@@ -56,13 +56,17 @@ class NamespaceFacts(msgspec.Struct, frozen=True):
     Attributes:
         instance: its instance id.
         model: as its processes named it.
+        world_size: its ranks.
         chunk_tokens: tokens a chunk.
+        shard_bytes: of a chunk, in shard order.
         fields: by name, the first hex digits of each field's digest.
     """
 
     instance: str
     model: str
+    world_size: int
     chunk_tokens: int
+    shard_bytes: tuple[int, ...]
     fields: Mapping[str, str]
 
 
@@ -114,8 +118,14 @@ class Recent:
         """Return what is known of a namespace."""
         return self._namespaces.get(namespace)
 
-    def namespaces_of(self, model: str) -> frozenset[NamespaceId]:
-        """Return the namespaces that instances of a model have bound."""
-        return frozenset(
-            NamespaceId(name) for name, facts in self._namespaces.items() if facts.model == model
-        )
+    def namespaces_of(self, model: str) -> dict[NamespaceId, NamespaceFacts]:
+        """Return the namespaces that instances of a model have bound; the newest is the last.
+
+        Args:
+            model: empty for all.
+        """
+        return {
+            NamespaceId(name): facts
+            for name, facts in self._namespaces.items()
+            if model in {"", facts.model}
+        }

@@ -45,11 +45,14 @@ from kvcellar.protocol.messages import (
     Status,
     StatusReply,
 )
+from kvcellar.server.deletions import Deletions
 from kvcellar.server.facts import status_with_metrics
 from kvcellar.server.gates import gate_table
 from kvcellar.server.inquiries import Inquiries
 from kvcellar.server.instances import Client, Instance
 from kvcellar.server.node import Node
+from kvcellar.server.prefetches import Prefetches
+from kvcellar.server.prompt_inquiries import PromptInquiries
 from kvcellar.server.quotas import QuotaBook
 from kvcellar.server.recent import NamespaceFacts
 from kvcellar.server.tier_requests import TierRequests
@@ -93,7 +96,10 @@ class Requests:
             Goodbye: (_ANYONE, self._goodbye),
             **gate_table(),
             **Inquiries(node).table(),
+            **PromptInquiries(node).table(),
+            **Deletions(node).table(),
             **QuotaBook(node).table(),
+            **Prefetches(node).table(),
             **self._tier_requests.table(),
         }
 
@@ -151,9 +157,13 @@ class Requests:
         namespace = instance.namespace
         assert namespace is not None
         hit = self._store.lookup(client.owner, namespace, request.keys, request=request.id)
-        fetch = 0
-        if hit.count * KEY_BYTES < len(request.keys) and self._node.tiers and request.fetch:
-            fetch = self._node.tiers.begin_fetch(client, instance, request, hit.count)
+        fetch, tiers = 0, self._node.tiers
+        if tiers is not None:
+            if hit.count * KEY_BYTES < len(request.keys) and request.fetch:
+                fetch = tiers.begin_fetch(client, instance, request, hit.count)
+            if hit.count and not fetch:
+                # A fetch tells the tiers by itself.
+                tiers.touches.note(request.keys, hit.count)
         self._meters.lookup_s.observe(self._clock.monotonic_s() - start_s)
         return LookupReply(request.id, hit.count, hit.lease, hit.refs, fetch)
 
@@ -262,8 +272,9 @@ class Requests:
                 chunk_bytes=sum(request.shard_bytes),
             )
         facts = NamespaceFacts(
-            instance.name, client.hello.model, request.chunk_tokens, request.fields
-        )
+            instance.name, client.hello.model, instance.world_size, request.chunk_tokens,
+            request.shard_bytes, request.fields,
+        )  # fmt: skip
         self._node.recent.note_namespace(namespace, facts)
         instance.namespace, instance.refusal = namespace, ""
         instance.holders = holders

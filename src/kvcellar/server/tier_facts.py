@@ -79,6 +79,8 @@ def tier_metrics(tiers: Tiers | None) -> dict[str, Any]:
         "tier_fetches_in_flight": tiers.fetches.in_flight,
         "tier_unwritten_chunks_total": meters.unwritten_chunks,
         "tier_queued_bytes": tiers.writes.bytes,
+        "tier_told_chunks_total": meters.told_chunks,
+        "tier_untold_lookups_total": meters.untold_lookups,
         "tier_restarts_total": meters.restarts,
     }
     return {f"kvcellar_{name}": value for name, value in values.items()}

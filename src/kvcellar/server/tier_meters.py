@@ -15,6 +15,8 @@ class TierMeters:
         fetch_s: time of fetches that read something.
         unwritten_chunks: chunks that no tier has: the queue was full, or the tiers had no room,
             failed or were away.
+        told_chunks: chunks that memory answered for and the tiers were told of.
+        untold_lookups: lookups that memory answered and the tiers were not told of.
         restarts: lives of the tier process that ended.
     """
 
@@ -24,6 +26,8 @@ class TierMeters:
         "fetches",
         "fetches_late",
         "restarts",
+        "told_chunks",
+        "untold_lookups",
         "unwritten_chunks",
     )
 
@@ -33,4 +37,6 @@ class TierMeters:
         self.fetches_late = 0
         self.fetch_s = Histogram()
         self.unwritten_chunks = 0
+        self.told_chunks = 0
+        self.untold_lookups = 0
         self.restarts = 0

@@ -10,19 +10,20 @@ more than misses, and nothing in here waits. Wired by `control`, used by `reques
 import asyncio
 import itertools
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
 from kvcellar.config.server import ServerConfig
 from kvcellar.errors import ConfigError
-from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.keys.digest import NamespaceId
 from kvcellar.protocol.messages import Lookup
 from kvcellar.protocol.tier_messages import (
     Configure,
     Delete,
     Deleted,
+    Gone,
     Ready,
     Refused,
     Report,
@@ -34,10 +35,12 @@ from kvcellar.protocol.tier_messages import (
 )
 from kvcellar.server.awake import AwakeClock
 from kvcellar.server.child import ChildProcess, Program
+from kvcellar.server.fetch_records import Prefix
 from kvcellar.server.fetches import Fetches, FetchOptions
 from kvcellar.server.instances import Client, Instance, Roster
 from kvcellar.server.tier_line import TierLine
 from kvcellar.server.tier_meters import TierMeters
+from kvcellar.server.touches import Touches
 from kvcellar.server.writebehind import WriteBehind
 from kvcellar.store.entries import OwnerId
 from kvcellar.store.machine import Store
@@ -72,6 +75,7 @@ class Tiers:
         meters: what is counted here.
         fetches: from the tiers into the arena.
         writes: from the arena into the tiers.
+        touches: what was used in the arena, for the tiers.
         facts: what each tier reported last; empty before the first report of this life.
         failure: what broke for good inside of the server; empty text while nothing has.
     """
@@ -94,14 +98,13 @@ class Tiers:
         self._config = config
         self._store = store
         self._roster = roster
-        self._clock = clock = awake.clock
         self._awake = awake
         self._loop = asyncio.get_running_loop()
         self._child = ChildProcess(
             Program("tier", "kvcellar.tiers.process", [arena_fd], [arena_fd, config.log_level]),
             attach=self._attach,
             on_end=self._ended,
-            clock=clock,
+            clock=awake.clock,
         )
         self.meters = meters = TierMeters()
         self.count = len(adapters)
@@ -114,7 +117,7 @@ class Tiers:
             is_retaining=config.l2_prefetch_policy == "retain",
         )
         self.fetches = Fetches(
-            store, meters, self, options, clock=clock, later=self._loop.call_later
+            store, meters, self, options, clock=awake.clock, later=self._loop.call_later
         )
         self.writes = WriteBehind(
             store,
@@ -124,6 +127,7 @@ class Tiers:
             l1_bytes=config.l1_bytes,
             is_skipping_l1=config.l2_store_policy == "skip_l1",
         )
+        self.touches = Touches(meters, self, awake.clock)
         self.facts: tuple[TierFacts, ...] = ()
         self.failure = ""
         self._line: TierLine | None = None
@@ -133,7 +137,7 @@ class Tiers:
         self._wipes = 0
         self._retries = 0
         self._refusal: Refused | None = None
-        self._first_s = clock.monotonic_s()
+        self._first_s = awake.monotonic_s()
         self._settled = asyncio.Event()
         self._watching: asyncio.TimerHandle | None = None
 
@@ -225,6 +229,10 @@ class Tiers:
             return 0
         return self.fetches.begin(client, self._owner, instance, lookup, found)
 
+    def begin_prefetch(self, prefix: Prefix, on_end: Callable[[], None]) -> bool:
+        """Begin to fetch what nobody has looked up; see `Fetches.prefetch`."""
+        return not self._wipes and self.fetches.prefetch(self._owner, prefix, on_end)
+
     def committed(self, reservation: Reservation) -> None:
         """Write chunks behind that have just become visible."""
         self.writes.offer(self._owner if self.is_up else OwnerId(0), reservation)
@@ -245,11 +253,37 @@ class Tiers:
         if self.keeps_quotas and limits:
             self.ask(lambda id_: SetQuotas(id_, dict(limits)), _ignore)
 
-    def remove(self, keys: bytes) -> None:
-        """Remove chunks from every tier: their bytes were found damaged."""
-        for at in range(0, len(keys), self.batch_max * KEY_BYTES):
-            part = keys[at : at + self.batch_max * KEY_BYTES]
-            self.ask(partial(Delete, keys=part), _ignore)
+    def remove(self, key: bytes) -> None:
+        """Remove a chunk from every tier: its bytes were found damaged."""
+        self.ask(lambda id_: Delete(id_, key), _ignore)
+
+    def delete(self, keys: Sequence[bytes], on_done: Callable[[bytes], None]) -> None:
+        """Remove chunks from every tier; until that is done nothing is fetched.
+
+        Args:
+            keys: 32 bytes each.
+            on_done: called once, later or at once, with a byte for each as `Gone` has them.
+        """
+        states = bytearray(b"\2" * len(keys))
+        self.fetches.forget(frozenset(keys))
+        self.writes.forget(frozenset(keys))
+        # One more than there are questions, so that none of them is the last before all are asked.
+        open_questions = 1
+        self._wipes += 1
+
+        def done(at: int, answer: TierAnswer | None) -> None:
+            nonlocal open_questions
+            if isinstance(answer, Gone):
+                states[at : at + len(answer.states)] = answer.states
+            open_questions -= 1
+            if not open_questions:
+                self._wipes -= 1
+                on_done(bytes(states))
+
+        for at in range(0, len(keys), self.batch_max):
+            part = b"".join(keys[at : at + self.batch_max])
+            open_questions += self.ask(partial(Delete, keys=part), partial(done, at))
+        done(0, None)
 
     def wipe(self, namespace: NamespaceId | None, on_done: Callable[[int], None]) -> None:
         """Remove every chunk of a namespace, or all there are, from every tier.
@@ -295,7 +329,7 @@ class Tiers:
             self._settled.set()
             _log.info("tiers are there", tiers=",".join(tier.name for tier in answer.tiers))
         elif isinstance(answer, Refused):
-            waited_s = self._clock.monotonic_s() - self._first_s
+            waited_s = self._awake.monotonic_s() - self._first_s
             if (
                 answer.code == "tier_owned"
                 and not self._settled.is_set()
@@ -325,6 +359,7 @@ class Tiers:
 
     def _watch(self) -> None:
         self._watching = self._loop.call_later(WATCH_S, self._watch)
+        self.touches.send()
         if self.facts and self._awake.monotonic_s() - self._heard_s > HANG_S:
             _log.warning("tier process hangs", silent_s=HANG_S, pid=self._child.pid)
             self._child.kill()
@@ -339,6 +374,7 @@ class Tiers:
         self._line = None
         self.fetches.give_up()
         self.writes.life_ended()
+        self.touches.life_ended()
         self._store.owner_died(self._owner)
 
 

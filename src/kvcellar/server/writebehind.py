@@ -7,6 +7,7 @@ counted. Everything runs on the control loop and returns at once. Used by `tiers
 """
 
 from collections import deque
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,6 +109,19 @@ class WriteBehind:
         while self._queue:
             self._release(self._queue.pop())
 
+    def forget(self, keys: AbstractSet[bytes]) -> None:
+        """Write these chunks no more, as far as that has not begun: they were deleted."""
+        for job in self._queue:
+            held = job.held
+            width = len(held.refs) // len(held.keys) if held.keys else 0
+            kept = [place for place, key in enumerate(held.keys) if key not in keys]
+            self.chunks -= len(held.keys) - len(kept)
+            # The lease holds all of them until the job has its turn; so do the bytes.
+            job.held = held._replace(
+                keys=[held.keys[place] for place in kept],
+                refs=b"".join([held.refs[place * width : (place + 1) * width] for place in kept]),
+            )
+
     def _places(self, chunk_bytes: int) -> int:
         """Return how many more chunks of a size may be queued."""
         by_bytes = max(0, self._bytes_max - self.bytes) // chunk_bytes
@@ -116,7 +130,9 @@ class WriteBehind:
     def _send(self) -> None:
         while self._queue and self._out < WRITES_AT_ONCE:
             job = self._queue.popleft()
-            if self._asker.ask(partial(self._question, job), partial(self._done, job)):
+            if not job.held.keys:
+                self._release(job)
+            elif self._asker.ask(partial(self._question, job), partial(self._done, job)):
                 self._out += 1
             else:
                 self._meters.unwritten_chunks += len(job.held.keys)

@@ -1,17 +1,19 @@
-"""What tools do to a store by hand: list chunks, and delete some by their keys.
+"""What tools do to a store by hand: list chunks, count some, and delete some by their keys.
 
-Apart from `machine`, because no engine asks for it. Called by the server for `/cache/objects`.
+Apart from `machine`, because no engine asks for it. Called by the server for the pages below
+`/cache`.
 """
 
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import NamedTuple
 
-from kvcellar.keys.digest import NamespaceId
+from kvcellar.keys.digest import KEY_BYTES, NamespaceId
 from kvcellar.store.departures import Reason
 from kvcellar.store.entries import Entry
 from kvcellar.store.machine import Store
 
-__all__ = ["Deletion", "Listing", "delete_chunk", "list_chunks"]
+__all__ = ["Deletion", "Listing", "count_leading", "delete_chunk", "list_chunks"]
 
 
 class Deletion:
@@ -20,6 +22,8 @@ class Deletion:
     ABSENT = 0
     DELETED = 1
     IN_USE = 2
+    UNSURE = 3
+    """A tier could not be reached and may keep it."""
 
 
 class Listing(NamedTuple):
@@ -35,7 +39,7 @@ class Listing(NamedTuple):
 
 
 def list_chunks(
-    store: Store, at: int, *, count: int, namespaces: frozenset[NamespaceId] | None = None
+    store: Store, at: int, *, count: int, namespaces: AbstractSet[NamespaceId] | None = None
 ) -> Listing:
     """Return the complete chunks from place `at` of the catalogue on.
 
@@ -58,6 +62,21 @@ def list_chunks(
     ]
     end = at + len(page)
     return Listing(found, end if page and end < len(entries) else 0)
+
+
+def count_leading(store: Store, namespace: NamespaceId, keys: bytes) -> int:
+    """Return how many leading keys are complete chunks of a namespace; nothing counts as used.
+
+    Args:
+        store: whose chunks.
+        namespace: 32 bytes.
+        keys: 32 bytes a chunk, in prefix order.
+    """
+    for at in range(0, len(keys), KEY_BYTES):
+        entry = store.catalog.entries.get(keys[at : at + KEY_BYTES])
+        if entry is None or not entry.refs or entry.namespace.id != namespace:
+            return at // KEY_BYTES
+    return len(keys) // KEY_BYTES
 
 
 def delete_chunk(store: Store, key: bytes, *, force: bool) -> int:

@@ -32,6 +32,8 @@ TIER_FAMILIES: tuple[Family, ...] = (
     gauge("tier_fetches_in_flight", "Fetches that read now."),
     counter("tier_unwritten_chunks", "Stored chunks that no tier took."),
     gauge("tier_queued_bytes", "Bytes that wait to be written to tiers."),
+    counter("tier_told_chunks", "Chunks that memory answered for and tiers were told of."),
+    counter("tier_untold_lookups", "Lookups that memory answered and tiers were not told of."),
     counter("tier_restarts", "Times that the tier process had to be started again."),
     histogram("tier_fetch", "Time of fetches that read something."),
 )

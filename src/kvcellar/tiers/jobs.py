@@ -17,11 +17,14 @@ from kvcellar.protocol.tier_messages import (
     Deleted,
     Find,
     Found,
+    Gone,
     QuotasSet,
     Read,
     ReadDone,
     Run,
     SetQuotas,
+    Touch,
+    Touched,
     Wipe,
     Write,
     WriteDone,
@@ -68,6 +71,14 @@ class Jobs:
     def limited(self) -> frozenset[str]:
         """Return the tenants that have a quota."""
         return frozenset(self._limited)
+
+    def touch(self, question: Touch) -> Touched:
+        """Count chunks as used in each tier."""
+        for prefix in question.prefixes:
+            keys = _split(prefix, KEY_BYTES)
+            for tier in self._tiers:
+                tier.touch(keys)
+        return Touched(question.id)
 
     def find(self, question: Find) -> Found:
         """Return which tiers have the chunks after those that are in the arena."""
@@ -138,10 +149,11 @@ class Jobs:
                     kept[place] |= outcome in _KEPT
         return WriteDone(question.id, bytes(kept))
 
-    def delete(self, question: Delete) -> Deleted:
-        """Remove chunks from every tier."""
+    def delete(self, question: Delete) -> Gone:
+        """Remove chunks from every tier, one by one, to say of each what became of it."""
         keys = _split(question.keys, KEY_BYTES)
-        return Deleted(question.id, sum(_delete(tier, keys) for tier in self._tiers))
+        gone = [[_delete(tier, key) for key in keys] for tier in self._tiers]
+        return Gone(question.id, bytes(max(states) for states in zip(*gone, strict=True)))
 
     def wipe(self, question: Wipe) -> Deleted:
         """Empty every tier; -1 where one could not be emptied."""
@@ -195,11 +207,9 @@ def _count_of(tier: Tier, keys: Sequence[bytes]) -> int:
     return found
 
 
-def _delete(tier: Tier, keys: Sequence[bytes]) -> int:
-    count = 0
-    for _, part in _parts(tier, keys):
-        try:
-            count += tier.delete(part, timeout_s=DELETE_TIMEOUT_S)
-        except TierUnavailableError:
-            break
-    return count
+def _delete(tier: Tier, key: bytes) -> int:
+    """Return 1 where a key was there, 2 where it may still be, else 0."""
+    try:
+        return tier.delete([key], timeout_s=DELETE_TIMEOUT_S)
+    except TierUnavailableError:
+        return 2

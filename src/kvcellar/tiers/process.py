@@ -31,6 +31,7 @@ from kvcellar.protocol.tier_messages import (
     TierFacts,
     TierNews,
     TierQuestion,
+    Touch,
     Wipe,
     Write,
     decode_question,
@@ -96,6 +97,8 @@ class _TierProcess:
         match question:
             case Find():
                 self._finders.submit(self._answer, lambda: jobs.find(question))
+            case Touch():
+                self._finders.submit(self._answer, lambda: jobs.touch(question))
             case Read():
                 self._readers.submit(self._answer, lambda: jobs.read(question))
             case Write():

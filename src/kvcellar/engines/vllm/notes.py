@@ -9,18 +9,15 @@ sent at once it is not sent. Used by the scheduler half.
 from collections.abc import Callable
 from typing import Protocol
 
-from blake3 import blake3
-
 from kvcellar.client.session import Session
 from kvcellar.engines.vllm.binding import Bound
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.keys.chain import ChunkChain
+from kvcellar.keys.digest import short_digest
 from kvcellar.protocol.limits import KEYS_MAX, SKETCH_MAX_BYTES, TEXT_MAX
 from kvcellar.protocol.messages import LookupNote, Request
 
 __all__ = ["Notes", "Outcome"]
-
-_DIGEST_BYTES = 8
 
 
 class Outcome:
@@ -70,8 +67,8 @@ def _note(
     state: RequestState, outcome: str, chain: ChunkChain | None, *, found: int
 ) -> Callable[[int], LookupNote]:
     request_id, tokens = state.request_id[:TEXT_MAX], int(state.request.num_tokens)
-    salt = _digest(b"salt", (state.request.cache_salt or "").encode("utf-8", "surrogatepass"))
-    adapter = _digest(b"adapter", state.adapter or b"")
+    salt = short_digest("salt", (state.request.cache_salt or "").encode("utf-8", "surrogatepass"))
+    adapter = short_digest("adapter", state.adapter or b"")
     if chain is None:
         return lambda id_: LookupNote(
             id_, request_id, outcome, tokens, 0, 0, salt=salt, adapter=adapter
@@ -93,9 +90,3 @@ def _note(
         unit_tokens=chain.unit_tokens,
         sketch=chain.sketch(size_max_bytes=SKETCH_MAX_BYTES),
     )
-
-
-def _digest(context: bytes, data: bytes) -> bytes:
-    if not data:
-        return b""
-    return blake3(b"kvcellar-" + context + b"-1\x00" + data).digest()[:_DIGEST_BYTES]

@@ -6,15 +6,13 @@ anywhere, so it works where there is no way out.
 
 import html
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from kvcellar import __version__
-from kvcellar.server.http.bodies import pretty_json
+from kvcellar.server.http.bodies import PageWrapper, pretty_json
 from kvcellar.server.http.openapi import OPERATIONS, Operation, description
 
 __all__ = ["ApiPages"]
@@ -29,9 +27,7 @@ _STYLE = (
 class ApiPages:
     """The description of all pages."""
 
-    def routes(
-        self, answered: Callable[[Callable[[HttpRequest], Awaitable[Response]]], Any]
-    ) -> list[Route]:
+    def routes(self, answered: PageWrapper) -> list[Route]:
         """Return the routes, each wrapped by `answered`."""
         return [
             Route("/openapi.json", answered(self.openapi), methods=["GET"]),

@@ -1,17 +1,33 @@
-"""What callers send to the pages, read in bounds, and how it is refused.
+"""What a page is; what callers send to one, read in bounds, and how it is refused.
 
 Used by the pages.
 """
 
+import re
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-__all__ = ["BODY_MAX_BYTES", "RefusedError", "pretty_json", "read_body"]
+__all__ = [
+    "BODY_MAX_BYTES",
+    "Page",
+    "PageWrapper",
+    "RefusedError",
+    "key_of",
+    "pretty_json",
+    "read_body",
+]
+
+Page = Callable[[HttpRequest], Awaitable[Response]]
+"""Answers a request, or raises what has an answer."""
+PageWrapper = Callable[[Page], Page]
+"""Makes a page that raises nothing of one that may."""
 
 BODY_MAX_BYTES = 65_536
+_HEX_KEY = re.compile(r"[0-9a-fA-F]{64}")
 
 BodyT = TypeVar("BodyT")
 
@@ -55,6 +71,17 @@ async def read_body(
         return msgspec.json.decode(bytes(content), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RefusedError(400, f"the body is wrong: {error}") from error
+
+
+def key_of(text: str) -> bytes:
+    """Return a chunk's key as it is written in JSON.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    if not _HEX_KEY.fullmatch(text):
+        raise RefusedError(400, f"keys: {text[:80]!r} is no key; write its 64 hex digits")
+    return bytes.fromhex(text)
 
 
 # Any: whatever is JSON.

@@ -4,22 +4,20 @@ LMCache's `/env` shows every variable of the environment, passwords included, an
 runs whatever it is sent. Neither is here, and the answer says why, so that nobody looks for it.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvcellar.server.http.bodies import RefusedError, pretty_json
+from kvcellar.server.http.bodies import PageWrapper, RefusedError, pretty_json
 
 __all__ = ["ABSENT", "ConfigPages"]
 
 ABSENT: Mapping[str, str] = {
     "/env": "an environment holds secrets; /config shows what this server runs with",
     "/run_script": "kvcellar runs nobody's code in its server",
-    "/cache/prefetches": "not yet in kvcellar 0.1: an engine's lookup fetches what tiers have, "
-    "with kvcellar.eager_prefetch as soon as a request arrives",
     "/loglevel": "a GET must change nothing; restart the server with --log-level",
     "/threads": "one event loop serves; py-spy dump --pid PID shows what it does",
     "/cache/checksums": "slots are sealed, and each load checks the seal; see "
@@ -34,9 +32,7 @@ class ConfigPages:
     def __init__(self, page: Mapping[str, Any]) -> None:
         self._page = page
 
-    def routes(
-        self, answered: Callable[[Callable[[HttpRequest], Awaitable[Response]]], Any]
-    ) -> list[Route]:
+    def routes(self, answered: PageWrapper) -> list[Route]:
         """Return the routes, each wrapped by `answered`."""
         methods = ["GET", "POST", "PUT", "DELETE"]
         absent = [Route(path, answered(self.absent), methods=methods) for path in ABSENT]

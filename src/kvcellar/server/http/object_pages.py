@@ -1,12 +1,11 @@
 """`/cache/objects`: what L1 holds, a page at a time, and deletion by key, in LMCache's shapes.
 
 An object is one shard of a chunk, and its key names the chunk and the rank; deleting one deletes
-the chunk, because the other shards alone are of no use. A tenant's salt is not shown: chunks know
-it only as a digest, and whoever may see it may list quotas.
+the chunk, because the other shards alone are of no use. Without another wish it goes from memory
+and from every tier: a chunk that stays on a disk is not deleted. A tenant's salt is not shown:
+chunks know it only as a digest, and whoever may see it may list quotas.
 """
 
-import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -17,17 +16,19 @@ from starlette.routing import Route
 from kvcellar.protocol.limits import PAGE_MAX
 from kvcellar.protocol.messages import Delete, Deleted, ObjectList, Objects
 from kvcellar.server.http.admission import Admission
-from kvcellar.server.http.bodies import RefusedError, read_body
+from kvcellar.server.http.bodies import PageWrapper, RefusedError, key_of, read_body
 from kvcellar.server.http.control_line import ControlLine
 
 __all__ = ["ObjectPages"]
 
 ANSWER_TIMEOUT_S = 5.0
+DELETE_TIMEOUT_S = 30.0
 PAGE_DEFAULT = 500
 KEYS_MAX = 10_000
 BODY_MAX_BYTES = 4 * 1024 * 1024
 _PLACES_MAX = 2**48
-_HEX_KEY = re.compile(r"[0-9a-fA-F]{64}")
+# See `protocol.messages.Deleted`.
+_DELETED, _UNSURE = 1, 3
 
 
 class _ObjectKey(msgspec.Struct, frozen=True):
@@ -40,7 +41,7 @@ class _DeleteBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of DELETE /cache/objects."""
 
     keys: tuple[_ObjectKey | str, ...]
-    tier: str = "l1"
+    tier: str = "all"
     force: bool = False
     adapter: str | int | None = None
 
@@ -52,9 +53,7 @@ class ObjectPages:
         self._line = line
         self._admission = admission
 
-    def routes(
-        self, answered: Callable[[Callable[[HttpRequest], Awaitable[Response]]], Any]
-    ) -> list[Route]:
+    def routes(self, answered: PageWrapper) -> list[Route]:
         """Return the routes, each wrapped by `answered`."""
         return [
             Route("/cache/objects", answered(self.all), methods=["GET"]),
@@ -72,7 +71,7 @@ class ObjectPages:
         unknown = given.keys() - {"tier", "adapter", "model_name", "page_size", "page_token"}
         if unknown:
             raise RefusedError(400, f"{min(unknown)} is no parameter of this page")
-        _check_tier(given.get("tier", "l1"))
+        _check_tier(given.get("tier", "l1"), "l1", "all")
         count = _number("page_size", given.get("page_size", str(PAGE_DEFAULT)), 1, PAGE_MAX)
         at = _number("page_token", given.get("page_token") or "0", 0, _PLACES_MAX)
         model = given.get("model_name", "")
@@ -94,17 +93,26 @@ class ObjectPages:
         """Delete chunks by the keys of their objects."""
         self._admission.check(request)
         body = await read_body(request, _DeleteBody, empty=None, size_max_bytes=BODY_MAX_BYTES)
-        _check_tier(body.tier)
+        _check_tier(body.tier, "l1", "l2", "all")
         if len(body.keys) > KEYS_MAX:
             raise RefusedError(400, f"keys: {len(body.keys)} of them; at most {KEYS_MAX}")
         keys = dict.fromkeys(_chunk_key(given) for given in body.keys)
         reply = await self._line.call(
-            lambda id_: Delete(id_, b"".join(keys), body.force), timeout_s=ANSWER_TIMEOUT_S
+            lambda id_: Delete(id_, b"".join(keys), body.force, body.tier),
+            timeout_s=DELETE_TIMEOUT_S,
         )
         assert isinstance(reply, Deleted), reply
-        gone = {key for key, state in zip(keys, reply.states, strict=True) if state == 1}
+        gone = {key for key, state in zip(keys, reply.states, strict=True) if state == _DELETED}
         deleted = sum(_chunk_key(given) in gone for given in body.keys)
-        return JSONResponse({"deleted": deleted, "skipped": len(body.keys) - deleted, "ok": True})
+        answer: dict[str, object] = {
+            "deleted": deleted,
+            "skipped": len(body.keys) - deleted,
+            "ok": True,
+        }
+        unsure = reply.states.count(_UNSURE)
+        if unsure:
+            answer |= {"ok": False, "error": f"a tier cannot be reached; it may keep {unsure} keys"}
+        return JSONResponse(answer)
 
 
 def _entries(chunk: dict[str, Any]) -> list[dict[str, Any]]:
@@ -124,17 +132,12 @@ def _entries(chunk: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _chunk_key(given: _ObjectKey | str) -> bytes:
-    text = given if isinstance(given, str) else given.chunk_hash_hex
-    if not _HEX_KEY.fullmatch(text):
-        raise RefusedError(400, f"keys: {text[:80]!r} is no key; write its 64 hex digits")
-    return bytes.fromhex(text)
+    return key_of(given if isinstance(given, str) else given.chunk_hash_hex)
 
 
-def _check_tier(tier: str) -> None:
-    if tier not in {"l1", "all"}:
-        raise RefusedError(
-            400, f"tier: {tier[:80]!r} cannot be listed or deleted from by key; write l1"
-        )
+def _check_tier(tier: str, *known: str) -> None:
+    if tier not in known:
+        raise RefusedError(400, f"tier: {tier[:80]!r} is none of {', '.join(known)}")
 
 
 def _number(name: str, text: str, low: int, high: int) -> int:

@@ -4,6 +4,7 @@ A test compares it with the routes that the application really has and with what
 answers, so that it cannot say less or more. `api_pages` serves it as JSON and as a page.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ __all__ = ["OPERATIONS", "Operation", "description"]
 # Any: JSON schemas.
 Schema = Mapping[str, Any]
 
+_IN_PATH = re.compile(r"\{(\w+)\}")
 _TEXT: Schema = {"type": "string"}
 _WHOLE: Schema = {"type": "integer"}
 _NUMBER: Schema = {"type": "number"}
@@ -80,11 +82,12 @@ class Operation(NamedTuple):
         method: in lower case.
         path: with `{name}` where a part varies.
         summary: what it does, one line.
-        answer: schema of the answer with 200; None for text.
+        answer: schema of the answer; None for text.
         query: parameters behind the question mark, by name.
         body: schema of the body; None without one.
         is_guarded: only for this host, or for whoever has the admin token.
         is_unhealthy_503: its 503 has `reason` and not `detail`.
+        success: the status of `answer`.
     """
 
     method: str
@@ -95,6 +98,7 @@ class Operation(NamedTuple):
     body: Schema | None = None
     is_guarded: bool = False
     is_unhealthy_503: bool = False
+    success: int = 200
 
 
 OPERATIONS = (
@@ -147,16 +151,51 @@ OPERATIONS = (
     Operation(
         "delete",
         "/cache/objects",
-        "Delete chunks by the keys of their objects; those in use only with force.",
-        _object(deleted=_WHOLE, skipped=_WHOLE, ok=_SWITCH),
+        "Delete chunks by the keys of their objects, from memory and every tier; those in use "
+        "only with force.",
+        _object(optional=("error",), deleted=_WHOLE, skipped=_WHOLE, ok=_SWITCH, error=_TEXT),
         body=_object(
             optional=("tier", "force", "adapter"),
             keys={"type": "array", "items": {"anyOf": [_KEY, _TEXT]}, "maxItems": 10_000},
-            tier=_only("l1", "all"),
+            tier=_only("l1", "l2", "all"),
             force=_SWITCH,
             adapter=_TEXT,
         ),
         is_guarded=True,
+    ),
+    Operation(
+        "post",
+        "/cache/prefetches",
+        "Begin to fetch into memory what the tiers have of a prompt, by its tokens or its keys.",
+        _object(
+            request_id=_TEXT,
+            chunks=_WHOLE,
+            status=_only("pending", "noop"),
+        ),
+        body=_object(
+            optional=("token_ids", "keys", "cache_salt", "source_tier", "target_tier"),
+            model_name=_TEXT,
+            world_size={"type": "integer", "minimum": 1},
+            token_ids={"type": "array", "items": _WHOLE, "maxItems": 1_000_000},
+            keys={"type": "array", "items": _TEXT, "maxItems": 65_536},
+            cache_salt=_TEXT,
+            source_tier=_only("l2"),
+            target_tier=_only("l1"),
+        ),
+        is_guarded=True,
+        success=202,
+    ),
+    Operation(
+        "get",
+        "/cache/prefetches/{request_id}",
+        "What has become of a prefetch; 404 ten minutes after its end.",
+        _object(
+            optional=("found_keys", "total_keys"),
+            request_id=_TEXT,
+            status=_only("pending", "completed"),
+            found_keys=_WHOLE,
+            total_keys=_WHOLE,
+        ),
     ),
     Operation(
         "get",
@@ -214,8 +253,10 @@ def _described(operation: Operation) -> dict[str, Any]:
         {"name": name, "in": "query", "required": False, "schema": schema}
         for name, schema in operation.query.items()
     ]
-    if "{salt}" in operation.path:
-        parameters.append({"name": "salt", "in": "path", "required": True, "schema": _TEXT})
+    parameters += [
+        {"name": name, "in": "path", "required": True, "schema": _TEXT}
+        for name in _IN_PATH.findall(operation.path)
+    ]
     found: dict[str, Any] = {"summary": operation.summary, "responses": _responses(operation)}
     if parameters:
         found["parameters"] = parameters
@@ -234,11 +275,13 @@ def _responses(operation: Operation) -> dict[str, Any]:
     content = {"text/plain": {}} if answer is None else {"application/json": {"schema": answer}}
     reason = _object(status=_only("unhealthy"), reason=_TEXT)
     responses = {
-        "200": {"description": "As asked.", "content": content},
+        str(operation.success): {"description": "As asked.", "content": content},
         "503": _error("The control loop did not answer in time.")
         if not operation.is_unhealthy_503
         else {"description": "Not healthy.", "content": {"application/json": {"schema": reason}}},
     }
+    if "{request_id}" in operation.path:
+        responses["404"] = _error("There is no such one, or none any more.")
     if operation.query or operation.body is not None or "{salt}" in operation.path:
         responses["400"] = _error("A parameter or field is wrong; the text names it.")
     if operation.is_guarded:

@@ -5,7 +5,7 @@ nothing here holds state, and a control loop that is frozen makes 503s, not hang
 `admission` decides who may change anything. Errors are `{"detail": …}`.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,10 +19,11 @@ from kvcellar.errors import KVCellarError, RetryableError
 from kvcellar.protocol.messages import Clear, Cleared, Status, StatusReply
 from kvcellar.server.http.admission import Admission
 from kvcellar.server.http.api_pages import ApiPages
-from kvcellar.server.http.bodies import RefusedError, read_body
+from kvcellar.server.http.bodies import Page, RefusedError, read_body
 from kvcellar.server.http.config_pages import ConfigPages
 from kvcellar.server.http.control_line import ControlLine
 from kvcellar.server.http.object_pages import ObjectPages
+from kvcellar.server.http.prefetch_pages import PrefetchPages
 from kvcellar.server.http.quota_pages import QuotaPages
 from kvcellar.telemetry.aliases import Alias, render_aliases
 from kvcellar.telemetry.metrics import CONTENT_TYPE, render
@@ -65,6 +66,7 @@ def make_app(line: ControlLine, admission: Admission, look: Look | None = None) 
         Route("/cache/clear", _answered(pages.clear), methods=["POST"]),
         *QuotaPages(line, admission).routes(_answered),
         *ObjectPages(line, admission).routes(_answered),
+        *PrefetchPages(line, admission).routes(_answered),
         *ConfigPages(look.config).routes(_answered),
         *ApiPages().routes(_answered),
     ]
@@ -139,9 +141,7 @@ class _Pages:
         return reply.status
 
 
-def _answered(
-    page: Callable[[HttpRequest], Awaitable[Response]],
-) -> Callable[[HttpRequest], Awaitable[Response]]:
+def _answered(page: Page) -> Page:
     """Wrap a page so that every failure that has a name becomes an answer."""
 
     async def answer(request: HttpRequest) -> Response:

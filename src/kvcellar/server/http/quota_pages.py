@@ -7,8 +7,7 @@ salt that one knows does not.
 """
 
 import math
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -18,7 +17,7 @@ from starlette.routing import Route
 from kvcellar.protocol.messages import QuotaList, Quotas, SetQuota
 from kvcellar.protocol.quotas import QuotaFacts
 from kvcellar.server.http.admission import Admission
-from kvcellar.server.http.bodies import RefusedError, read_body
+from kvcellar.server.http.bodies import PageWrapper, RefusedError, read_body
 from kvcellar.server.http.control_line import ControlLine
 from kvcellar.tenancy.names import shown_name, tenant_of
 from kvcellar.units import GIB
@@ -43,9 +42,7 @@ class QuotaPages:
         self._line = line
         self._admission = admission
 
-    def routes(
-        self, answered: Callable[[Callable[[HttpRequest], Awaitable[Response]]], Any]
-    ) -> list[Route]:
+    def routes(self, answered: PageWrapper) -> list[Route]:
         """Return the routes, each wrapped by `answered`."""
         # A salt may hold slashes; encoded or not, they come here as slashes.
         return [
