@@ -136,12 +136,13 @@ def test_chunks_that_found_no_memory_are_stored_when_there_is_some(
         offers = engine.half.stores
         start, is_full = offers._start, iter([True, True])
 
-        def say_full(offer, reply):
+        def say_full(offer, replies):
             if next(is_full, False):
-                engine.half._exchange.cancel(offer.bound.session, reply.reservation)
+                (reply,), (line,) = replies, offer.bound.lines
+                engine.half._exchange.cancel(line, reply.reservation)
                 none = bytes([ChunkState.FULL]) * len(reply.states)
-                reply = ReserveReply(reply.id, 0, none, b"")
-            return start(offer, reply)
+                replies = [ReserveReply(reply.id, 0, none, b"")]
+            return start(offer, replies)
 
         monkeypatch.setattr(offers, "_start", say_full)
         engine.add(prompt(200), 400)
@@ -178,10 +179,10 @@ def test_what_a_dead_server_answered_is_not_loaded_from_its_successor(toy, cella
         engine.add(prompt(500), 120)
         engine.run_until(lambda: engine.scheduler.running)
         engine.add(text)
-        engine.run_until(lambda: engine.half.holdings.count()[0] == 1, pace_s=0.01)
+        engine.run_until(lambda: engine.held()[0] == 1, pace_s=0.01)
         cellar.kill()
         cellar.start()
-        eventually(lambda: engine.half._link.session)
+        eventually(lambda: engine.half.parts[0].link.session)
         engine.settle()
         assert (engine.loaded_tokens, engine.half.loads.failed_count) == (0, 0)
 
@@ -239,11 +240,11 @@ def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cell
             longest_s = slowest_step(engine, text)
             assert longest_s < 0.25, "a step waited for the server"
         assert engine.half.lookups.overdue_count >= 1
-        assert engine.half._link.session is None
+        assert engine.half.parts[0].link.session is None
         assert engine.loaded_tokens == 0
         engine.settle()
         cellar.thaw()
-        eventually(lambda: engine.half._link.session)
+        eventually(lambda: engine.half.parts[0].link.session)
         eventually(lambda: cellar.held() == (0, 0), timeout_s=2.0)
         engine.reset()
         assert engine.ask(texts[0])[1] == 96
