@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcellar.engines.vllm.adapters import Adapters
-from kvcellar.engines.vllm.binding import Bound
+from kvcellar.engines.vllm.binding import Bound, BoundPart
 from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.requests import RequestState, RequestWishes, read_wishes
 
@@ -17,7 +17,8 @@ TOKENS = list(range(100, 140))
 
 
 def bound(*, name=b"n" * 32):
-    return Bound(None, name, CHUNK_TOKENS, blocks_per_chunk=2, holders=((0,),))
+    part = BoundPart(None, name, CHUNK_TOKENS, ((0,),))
+    return Bound((part,), (None,), CHUNK_TOKENS, blocks_per_chunk=2)
 
 
 HERE = bound()

@@ -43,7 +43,7 @@ class _Job:
 
 @dataclass
 class ToyWorker:
-    """One rank."""
+    """One rank, counted as in its part of the engine's ranks."""
 
     port: int
     instance_id: str
@@ -53,6 +53,8 @@ class ToyWorker:
     block_tokens: int
     delays: Delays
     is_shared: bool = False
+    part: int = 0
+    kv_rank: int = 0
     jobs: list = field(default_factory=list)
     received: set = field(default_factory=set)
     spoiled: set = field(default_factory=set)
@@ -93,11 +95,14 @@ class ToyWorker:
             arena.close()
 
     def begin(self, metadata):
-        for job in metadata.loads:
+        for job in self._own(metadata.loads):
             self.jobs.append(_Job(job, is_load=True, steps=self.delays.load()))
         self.step = metadata.step
-        for job in metadata.stores:
+        for job in self._own(metadata.stores):
             self.jobs.append(_Job(job, is_load=False, steps=self.delays.store()))
+
+    def _own(self, jobs):
+        return [job for job in jobs if job.part == self.part]
 
     def tick(self):
         """Run what is due; called after each step's computation."""
@@ -153,7 +158,7 @@ class ToyWorker:
         self._end(job, ok=not bad, size_bytes=size_bytes)
 
     def _store(self, job):
-        if job.writers[self.shard] != self.rank:
+        if not job.keys or job.writers[self.shard] != self.rank:
             self._end(job, ok=True, size_bytes=0)
             return
         session = self._session(job.boot_id)

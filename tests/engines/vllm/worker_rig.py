@@ -32,6 +32,7 @@ from kvcellar.protocol.messages import (
     Role,
     Status,
 )
+from kvcellar.transport.address import TcpAddress
 
 WAIT_S = 20.0
 BLOCK_TOKENS = 4
@@ -87,7 +88,14 @@ class Rig:
         self.worker = WorkerHalf(
             self.vllm_config,
             self.kv_cache_config,
-            ConnectorOptions(host="127.0.0.1", port=port, heartbeat_s=0.5, **options),
+            ConnectorOptions(
+                servers=tuple(
+                    TcpAddress("127.0.0.1", each)
+                    for each in (port if isinstance(port, list) else [port])
+                ),
+                heartbeat_s=0.5,
+                **options,
+            ),
         )
 
     def start(self):

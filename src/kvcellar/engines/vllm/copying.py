@@ -131,8 +131,8 @@ class Copying:
 
     def store(self, job: StoreJob) -> None:
         """Queue a store behind what the step has launched, or drop it where it cannot be done."""
-        if job.writers[self._shard] != self._rank:
-            # Another rank holds the same bytes and it is its turn.
+        if not job.keys or job.writers[self._shard] != self._rank:
+            # Only other servers lack something, or it is the turn of a rank with the same bytes.
             self.outcomes.add_store(job.job_id, JobResult(ranks_done=1))
             return
         hold = self._take(job)

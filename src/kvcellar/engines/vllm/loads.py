@@ -1,6 +1,6 @@
 """Loads that the workers run: from vLLM's word that blocks are there to the last rank's report.
 
-A load's lease is held until every rank has reported it, whatever became of its request. Used by
+A load's leases are held until every rank has reported it, whatever became of its request. Used by
 the scheduler half on the engine's thread.
 """
 
@@ -51,34 +51,37 @@ class Loads:
         Args:
             job_id: a new one.
             state: the request.
-            answer: the lookup's, whose lease passes over to the load.
+            answer: the lookup's, whose leases pass over to the load.
             block_ids: the request's whole block table.
             chunk_stop: the first of the answer's chunks that is not loaded.
             token_count: tokens to load; they end where that chunk begins.
         """
-        bound, block_tokens = answer.bound, self._block_tokens
+        bound, block_tokens, chain = answer.bound, self._block_tokens, state.chain
         stop = chunk_stop * bound.chunk_tokens
         start = stop - token_count
         assert chunk_stop <= answer.count, (chunk_stop, answer.count)
         assert start >= 0, (start, stop)
         assert start % block_tokens == 0, (start, block_tokens)
         assert len(block_ids) * block_tokens >= stop, (len(block_ids), stop)
-        assert state.chain is not None
+        assert chain is not None
         first = start // bound.chunk_tokens
-        chunk_refs = bound.shard_count * REF_BYTES
-        job = LoadJob(
-            job_id=job_id,
-            request_id=state.request_id,
-            boot_id=bound.session.boot_id,
-            keys=state.chain.joined(first, chunk_stop),
-            refs=answer.refs[first * chunk_refs : chunk_stop * chunk_refs],
-            shard_count=bound.shard_count,
-            block_ids=block_ids[start // block_tokens : stop // block_tokens],
-            skip_blocks=start // block_tokens - first * bound.blocks_per_chunk,
-            fidelity=bound.session.welcome.fidelity,
-        )
-        assert len(job.refs) == len(job.keys) // KEY_BYTES * chunk_refs
-        self._planned.append(job)
+        filled = block_ids[start // block_tokens : stop // block_tokens]
+        for index, (part, found) in enumerate(zip(bound.parts, answer.found, strict=True)):
+            session, chunk_refs = part.line.session, part.shard_count * REF_BYTES
+            job = LoadJob(
+                job_id=job_id,
+                request_id=state.request_id,
+                boot_id=session.boot_id,
+                keys=chain.joined(first, chunk_stop, part=index),
+                refs=found.refs[first * chunk_refs : chunk_stop * chunk_refs],
+                shard_count=part.shard_count,
+                block_ids=filled,
+                skip_blocks=start // block_tokens - first * bound.blocks_per_chunk,
+                fidelity=session.welcome.fidelity,
+                part=index,
+            )
+            assert len(job.refs) == len(job.keys) // KEY_BYTES * chunk_refs
+            self._planned.append(job)
         self._running[job_id] = _Load(state, answer, token_count)
         state.receipt.open_job()
 
@@ -97,10 +100,10 @@ class Loads:
         if load is None:
             return False
         state = load.state
-        self._exchange.release(load.answer.bound.session, load.answer.lease)
+        load.answer.give_back(self._exchange)
         if result.ranks_failed:
             # vLLM looks the request up again at once: only memory keeps it from failing for ever.
-            # What the server lost is offered again once it has been computed.
+            # What a server lost is offered again once it has been computed.
             self.failed_count += 1
             state.may_load = False
             state.next_chunk = 0

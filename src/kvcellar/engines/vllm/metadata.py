@@ -3,7 +3,9 @@
 vLLM pickles these from the scheduler's process to every worker and back, so they are plain data.
 A *job* is one copy between the engine's blocks and slots of the arena; its id is unique in the
 life of the scheduler half, because one request may have several jobs at once and a preempted one
-comes back under the same request id. Made by `scheduler`, executed by `worker`.
+comes back under the same request id. Where the engine uses several servers a job is stated once
+for each, under one id, and each rank takes the statement of its own part. Made by `scheduler`,
+executed by `worker`.
 """
 
 from dataclasses import dataclass, field
@@ -38,6 +40,7 @@ class LoadJob:
         skip_blocks: leading blocks of the first chunk that the engine holds already and that
             others may be reading: they must not be written.
         fidelity: the form in which the chunks were stored.
+        part: whose ranks run it.
     """
 
     job_id: int
@@ -49,6 +52,7 @@ class LoadJob:
     block_ids: list[int]
     skip_blocks: int
     fidelity: str = EXACT
+    part: int = 0
 
     @property
     def chunk_count(self) -> int:
@@ -73,11 +77,12 @@ class StoreJob:
         request_id: vLLM's, for logs only.
         boot_id: the life of the server that made the reservation.
         reservation: its handle, for `Commit` and `Abort`.
-        keys: `KEY_BYTES` for each reserved chunk.
+        keys: `KEY_BYTES` for each reserved chunk; none where only other parts store something.
         offsets: `OFFSET_BYTES` for each shard of each reserved chunk, chunk after chunk.
         writers: the rank that writes each shard of a chunk; the others have nothing to do.
         block_ids: blocks of the reserved chunks, the same number for each, in token order.
         fidelity: the form in which to store them.
+        part: whose ranks run it.
     """
 
     job_id: int
@@ -89,6 +94,7 @@ class StoreJob:
     writers: tuple[int, ...]
     block_ids: list[int]
     fidelity: str = EXACT
+    part: int = 0
 
     @property
     def shard_count(self) -> int:

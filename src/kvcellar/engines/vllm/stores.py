@@ -1,24 +1,23 @@
-"""Stores: chunks that a step completes are offered to the server, pinned, copied and let go.
+"""Stores: chunks that a step completes are offered to the servers, pinned, copied and let go.
 
 A chunk is offered in the step that computes its last token. Its blocks are pinned in that very
-call, so neither preemption nor the request's end can hand them to somebody else; then the server
-says which chunks are new and fit, the workers copy those, and the pins go when every rank has
-reported. What the server does not want is let go at once. Used by the scheduler half on the
-engine's thread.
+call, so neither preemption nor the request's end can hand them to somebody else; then each server
+says which chunks are new to it and fit, the workers copy those, and the pins go when every rank has
+reported. What no server wants is let go at once. Used by the scheduler half on the engine's thread.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvcellar.clock import Clock
 from kvcellar.engines.vllm.binding import Binder, Bound
 from kvcellar.engines.vllm.exchange import Exchange, Question
-from kvcellar.engines.vllm.holdings import Holdings
 from kvcellar.engines.vllm.metadata import JobResult, StoreJob
 from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, PeerClosedError, TimeoutExpiredError
+from kvcellar.keys.chain import ChunkChain
 from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import ChunkState, Reserve, ReserveReply
 
@@ -34,7 +33,7 @@ QUIET_S = 30.0
 
 @dataclass
 class StoreCounts:
-    """Chunks by what became of them.
+    """Chunks by what became of them; of several servers the one in the way decides.
 
     Attributes:
         offered: named to the server.
@@ -62,9 +61,8 @@ class _Offer:
     state: RequestState
     bound: Bound
     first: int
-    keys: list[bytes]
+    chain: ChunkChain
     blocks: list[list[int]]
-    parent: bytes
     deadline_s: float
     turn: int = 0
     question: Question | None = None
@@ -72,18 +70,21 @@ class _Offer:
 
 @dataclass(eq=False)
 class _Store:
+    """What the answers make of an offer.
+
+    Attributes:
+        offer: what was offered.
+        parts: the keys and the blocks of the chunks that each server reserved.
+        block_ids: of all chunks that some server reserved; they are pinned.
+        chunk_count: chunks that every server has once this is over.
+        reservations: the handles.
+    """
+
     offer: _Offer
-    reservation: int
-    block_ids: list[int]
-    chunk_count: int
-
-
-@dataclass(eq=False)
-class _Taken:
-    """What an answer makes of an offer."""
-
-    keys: list[bytes] = field(default_factory=list)
+    parts: list[tuple[bytearray, list[int]]]
     block_ids: list[int] = field(default_factory=list)
+    chunk_count: int = 0
+    reservations: list[int] = field(default_factory=list)
 
 
 class Stores:
@@ -93,7 +94,6 @@ class Stores:
         self,
         binder: Binder,
         exchange: Exchange,
-        holdings: Holdings,
         *,
         pins: Pins,
         new_job_id: Callable[[], int],
@@ -101,7 +101,6 @@ class Stores:
     ) -> None:
         self._binder = binder
         self._exchange = exchange
-        self._holdings = holdings
         self._pins = pins
         self._new_job_id = new_job_id
         self._clock = clock
@@ -152,34 +151,32 @@ class Stores:
                 state,
                 bound,
                 first,
-                [bytes(chain.key(index)) for index in range(first, stop)],
+                chain,
                 [block_ids[at : at + width] for at in range(0, len(block_ids), width)],
-                parent=bytes(chain.key(first - 1)) if first else b"",
                 deadline_s=now_s + RESERVE_TIMEOUT_S,
             )
         )
 
     def collect(self) -> list[StoreJob]:
-        """Return a job for each offer that the server has answered and wants something of."""
+        """Return the jobs of each offer that is answered and of which something is wanted."""
         for offer in self._offers:
             if offer.question is None:
                 self._send(offer)
-        jobs, waiting = [], []
+        jobs: list[StoreJob] = []
+        waiting = []
         for offer in self._offers:
             try:
-                reply = self._reply(offer)
+                replies = self._replies(offer)
             except KVCellarError as error:
                 self._binder.heed(offer.bound, error)
-                self.counts.lost += len(offer.keys)
+                self.counts.lost += len(offer.blocks)
                 self._put_off(offer, offer.first)
                 self._let_go(offer)
                 continue
-            if reply is None:
+            if replies is None:
                 waiting.append(offer)
-                continue
-            job = self._start(offer, reply)
-            if job is not None:
-                jobs.append(job)
+            else:
+                jobs += self._start(offer, replies)
         self._offers = waiting
         return jobs
 
@@ -188,7 +185,7 @@ class Stores:
         for offer in self._offers:
             if offer.question is not None:
                 self._exchange.drop(offer.question)
-            self.counts.lost += len(offer.keys)
+            self.counts.lost += len(offer.blocks)
             self._let_go(offer)
         self._offers = []
 
@@ -200,7 +197,8 @@ class Stores:
         self._active_s = self._clock.monotonic_s()
         self._pins.let_go(store.block_ids)
         bound, receipt = store.offer.bound, store.offer.state.receipt
-        self._holdings.end_reservation(bound.session, store.reservation)
+        for line, reservation in zip(bound.lines, store.reservations, strict=True):
+            line.part.holdings.end_reservation(line.session, reservation)
         if result.ranks_failed:
             self.counts.failed += store.chunk_count
         else:
@@ -211,66 +209,84 @@ class Stores:
 
     def _send(self, offer: _Offer) -> None:
         """Send an offer; where that cannot be done now, the next step tries again."""
-        keys, parent, tenant = b"".join(offer.keys), offer.parent, offer.state.tenant
-        offer.turn = turn = next(self._turns)
-        offer.question = self._exchange.ask(
-            offer.bound.session,
-            lambda id_: Reserve(id_, keys, parent, turn, tenant=tenant),
-            timeout_s=RESERVE_TIMEOUT_S,
-        )
+        chain, first, turn = offer.chain, offer.first, next(self._turns)
+        stop, tenant, offer.turn = first + len(offer.blocks), offer.state.tenant, turn
 
-    def _reply(self, offer: _Offer) -> ReserveReply | None:
+        def reserve(part: int, id_: int) -> Reserve:
+            keys = chain.joined(first, stop, part=part)
+            parent = chain.joined(max(0, first - 1), first, part=part)
+            return Reserve(id_, keys, parent, turn, tenant=tenant)
+
+        offer.question = self._exchange.ask(offer.bound.lines, reserve, timeout_s=RESERVE_TIMEOUT_S)
+
+    def _replies(self, offer: _Offer) -> list[ReserveReply] | None:
         if offer.question is None:
-            if not offer.bound.session.is_open:
+            if not offer.bound.is_open:
                 raise PeerClosedError("the connection is gone")
             if self._clock.monotonic_s() >= offer.deadline_s:
                 raise TimeoutExpiredError("the offer could not be sent")
             return None
-        reply = self._exchange.collect(offer.question)
-        assert reply is None or isinstance(reply, ReserveReply), type(reply)
-        return reply
-
-    def _start(self, offer: _Offer, reply: ReserveReply) -> StoreJob | None:
-        self._active_s = self._clock.monotonic_s()
-        taken = self._sort(offer, reply.states)
-        if not taken.keys:
-            offer.state.receipt.close_job()
+        replies = self._exchange.collect(offer.question)
+        if replies is None:
             return None
-        job = StoreJob(
-            job_id=self._new_job_id(),
-            request_id=offer.state.request_id,
-            boot_id=offer.bound.session.boot_id,
-            reservation=reply.reservation,
-            keys=b"".join(taken.keys),
-            offsets=reply.offsets,
-            writers=offer.bound.writers(offer.turn),
-            block_ids=taken.block_ids,
-            fidelity=offer.bound.session.welcome.fidelity,
-        )
-        self._running[job.job_id] = _Store(
-            offer, reply.reservation, taken.block_ids, len(taken.keys)
-        )
-        return job
+        found = [reply for reply in replies if isinstance(reply, ReserveReply)]
+        assert len(found) == len(replies), replies
+        return found
 
-    def _sort(self, offer: _Offer, states: bytes) -> _Taken:
-        """Count the chunks by the server's word and let go of those that it does not want."""
-        taken, counts = _Taken(), self.counts
-        for index, (key, block_ids, state) in enumerate(
-            zip(offer.keys, offer.blocks, states, strict=True)
+    def _start(self, offer: _Offer, replies: Sequence[ReserveReply]) -> list[StoreJob]:
+        """Return the job of each part, or none; a part may have nothing to do in it."""
+        self._active_s = self._clock.monotonic_s()
+        store = self._sort(offer, [reply.states for reply in replies])
+        if not store.block_ids:
+            offer.state.receipt.close_job()
+            return []
+        store.reservations = [reply.reservation for reply in replies]
+        job_id = self._new_job_id()
+        self._running[job_id] = store
+        return [
+            StoreJob(
+                job_id=job_id,
+                request_id=offer.state.request_id,
+                boot_id=part.line.session.boot_id,
+                reservation=reply.reservation,
+                keys=bytes(keys),
+                offsets=reply.offsets,
+                writers=part.writers(offer.turn),
+                block_ids=block_ids,
+                fidelity=part.line.session.welcome.fidelity,
+                part=part.line.part.index,
+            )
+            for part, reply, (keys, block_ids) in zip(
+                offer.bound.parts, replies, store.parts, strict=True
+            )
+        ]
+
+    def _sort(self, offer: _Offer, states: Sequence[bytes]) -> _Store:
+        """Count the chunks by the servers' words and let go of those that none of them wants."""
+        store, counts = _Store(offer, [(bytearray(), []) for _ in states]), self.counts
+        for index, (block_ids, words) in enumerate(
+            zip(offer.blocks, zip(*states, strict=True), strict=True)
         ):
-            if state == ChunkState.RESERVED:
-                taken.keys.append(key)
-                taken.block_ids += block_ids
-                continue
-            self._pins.let_go(block_ids)
-            if state == ChunkState.PRESENT:
-                counts.present += 1
-            elif state == ChunkState.BUSY:
-                counts.busy += 1
+            for part, word in enumerate(words):
+                if word == ChunkState.RESERVED:
+                    keys, blocks = store.parts[part]
+                    keys += offer.chain.key(offer.first + index, part=part)
+                    blocks += block_ids
+            if ChunkState.RESERVED in words:
+                store.block_ids += block_ids
             else:
+                self._pins.let_go(block_ids)
+            if ChunkState.FULL in words:
+                # Where it was reserved nevertheless it is stored: then the next offer is smaller.
                 counts.full += 1
                 self._put_off(offer, offer.first + index)
-        return taken
+            elif ChunkState.BUSY in words:
+                counts.busy += 1
+            elif ChunkState.RESERVED in words:
+                store.chunk_count += 1
+            else:
+                counts.present += 1
+        return store
 
     def _put_off(self, offer: _Offer, chunk: int) -> None:
         until_s = self._clock.monotonic_s() + PUT_OFF_S
