@@ -8,6 +8,9 @@ from tests.e2e.engine import Answer, Counters, Engine
 
 __all__ = ["lmcache_transfer", "own_transfer", "servers_transfer", "watched"]
 
+# How fast a machine computes, and how busy it is, are not to decide what a test sees.
+_PATIENT = {"gate": False, "lookup_timeout_s": 10.0}
+
 
 def lmcache_transfer(cellar: Cellar) -> dict[str, object]:
     """Say what LMCache's guide says, with the server's port, and that every hit is loaded."""
@@ -17,7 +20,7 @@ def lmcache_transfer(cellar: Cellar) -> dict[str, object]:
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://localhost",
             "lmcache.mp.port": cellar.port,
-            "kvcellar.gate": False,
+            **{f"kvcellar.{name}": value for name, value in _PATIENT.items()},
         },
     }
 
@@ -29,7 +32,7 @@ def servers_transfer(cellars: Sequence[Cellar], *, heartbeat_s: float) -> dict[s
     transfer["kv_connector_extra_config"] = {
         "lmcache.mp.server_urls": urls,
         "lmcache.mp.heartbeat_interval": heartbeat_s,
-        "kvcellar.gate": False,
+        **{f"kvcellar.{name}": value for name, value in _PATIENT.items()},
     }
     return transfer
 
@@ -37,11 +40,10 @@ def servers_transfer(cellars: Sequence[Cellar], *, heartbeat_s: float) -> dict[s
 def own_transfer(cellar: Cellar, **options: object) -> dict[str, object]:
     """Say the same in our own words; `options` are further keys without their prefix.
 
-    Every hit is loaded unless they say otherwise: how fast a machine computes is not to decide what
-    a test sees.
+    Every hit is loaded unless they say otherwise.
     """
-    extra = {"kvcellar.host": "localhost", "kvcellar.port": cellar.port, "kvcellar.gate": False}
-    extra |= {f"kvcellar.{name}": value for name, value in options.items()}
+    extra: dict[str, object] = {"kvcellar.host": "localhost", "kvcellar.port": cellar.port}
+    extra |= {f"kvcellar.{name}": value for name, value in (_PATIENT | options).items()}
     transfer = {
         "kv_connector": "KVCellarConnector",
         "kv_role": "kv_both",

@@ -62,7 +62,7 @@ def shared(tiny, folder, stopping) -> Node:
             "engine",
             tiny,
             folder=folder,
-            transfer=own_transfer(cellar, heartbeat_s=HEARTBEAT_S),
+            transfer=own_transfer(cellar, heartbeat_s=HEARTBEAT_S, lookup_timeout_s=0.5),
             options=["--max-model-len", "8192", "--num-gpu-blocks-override", str(POOL_BLOCKS)],
         )
     )
