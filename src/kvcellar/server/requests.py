@@ -174,6 +174,7 @@ class Requests:
             now_s=start_s,
             request=request.id,
             tenant=tenant_of(request.tenant),
+            groups=request.groups,
         )
         self._meters.reserve_s.observe(self._clock.monotonic_s() - start_s)
         return ReserveReply(request.id, reserved.reservation, reserved.states, reserved.offsets)
@@ -252,7 +253,7 @@ class Requests:
         instance = _seated(client)
         holders = _holders(request, instance)
         namespace = NamespaceId(request.namespace)
-        self._store.bind(namespace, request.shard_bytes)
+        self._store.bind(namespace, request.shard_bytes, request.spans)
         if instance.namespace != namespace:
             _log.info(
                 "namespace bound",
@@ -267,7 +268,7 @@ class Requests:
         self._node.recent.note_namespace(namespace, facts)
         instance.namespace, instance.refusal = namespace, ""
         instance.holders = holders
-        instance.shard_bytes = request.shard_bytes
+        instance.shard_bytes, instance.spans = request.shard_bytes, request.spans
         instance.chunk_tokens = request.chunk_tokens
         return Ok(request.id)
 
@@ -323,7 +324,8 @@ def _holders(request: Bind, instance: Instance) -> list[list[int]]:
     """Return the ranks that hold each shard."""
     if request.chunk_tokens < 1:
         raise MalformedError(f"chunk_tokens {request.chunk_tokens} is below 1")
-    count = len(request.shard_bytes)
+    # A namespace with other than as many shards in each KV group is not bound at all.
+    count = len(request.shard_bytes) // max(1, len(request.spans))
     held = request.held or tuple(range(count))
     if len(held) != instance.world_size:
         raise MismatchError(

@@ -54,7 +54,7 @@ def list_chunks(
     found = [
         entry
         for entry in page
-        if entry.refs and (namespaces is None or entry.namespace.id in namespaces)
+        if entry.refs and (namespaces is None or entry.group.namespace in namespaces)
     ]
     end = at + len(page)
     return Listing(found, end if page and end < len(entries) else 0)
