@@ -225,7 +225,7 @@ def test_int8_is_what_numpy_computes_and_comes_back_near(  # noqa: PLR0917 - dra
         engine.runs, vectors=engine.vectors, block_tokens=tokens, piece_bytes=1
     )
     size = copier.shard_bytes(width, fidelity=INT8)
-    assert size == engine.layout.shard_bytes(width * tokens, fidelity=INT8)
+    assert size == engine.layout.shard_bytes(width, fidelity=INT8)
     slots = [np.zeros(size, np.uint8) for _ in chunks]
 
     sums = copier.store(chunks, slots, fidelity=INT8, after=None)

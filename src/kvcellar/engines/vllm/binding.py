@@ -6,7 +6,7 @@ size. So it is made anew for each session, in the background of a few steps, and
 engine computes. Used by the scheduler half, which asks for it in every hook.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ from kvcellar.client.link import Link
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock
 from kvcellar.engines.vllm.exchange import Exchange, Question
+from kvcellar.engines.vllm.groups import ChunkGroup, KVGroup, choose_chunk_tokens, cut_chunks
 from kvcellar.errors import (
     KVCellarError,
     MismatchError,
@@ -51,7 +52,8 @@ class Bound:
         session: where it is bound; of no use once that is closed.
         namespace: see `keys.digest.namespace_id`.
         chunk_tokens: tokens a chunk.
-        blocks_per_chunk: blocks a chunk.
+        groups: the KV groups of which something is kept in a chunk.
+        kinds: all KV groups, in vLLM's order.
         holders: the ranks that hold each shard of a chunk, lowest first; more than one where
             ranks hold the same bytes.
     """
@@ -59,13 +61,27 @@ class Bound:
     session: Session
     namespace: NamespaceId
     chunk_tokens: int
-    blocks_per_chunk: int
+    groups: tuple[ChunkGroup, ...]
+    kinds: tuple[KVGroup, ...]
     holders: tuple[tuple[int, ...], ...]
 
     @property
     def shard_count(self) -> int:
         """Return the shards of a chunk."""
         return len(self.holders)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return whether a hit can be shortened: every part of it ends where a hit may end."""
+        return all(not group.span for group in self.groups)
+
+    def keys(self, chain_keys: bytes) -> bytes:
+        """Return the keys of chunks in each KV group, group after group, as a lookup wants them."""
+        return b"".join([group.keys(chain_keys) for group in self.groups])
+
+    def parents(self, chain_key: bytes) -> bytes:
+        """Return the keys under which what follows a chunk hangs, as a reserve wants them."""
+        return b"".join([group.keys(chain_key) for group in self.groups if not group.span])
 
     def writers(self, turn: int) -> tuple[int, ...]:
         """Return the rank that writes each shard, when it is the turn of a reservation's number."""
@@ -90,7 +106,7 @@ class Binder:
         exchange: Exchange,
         *,
         engine: Mapping[str, FieldValue],
-        block_tokens: int,
+        groups: Sequence[KVGroup],
         ranks: int,
         clock: Clock,
     ) -> None:
@@ -100,7 +116,7 @@ class Binder:
             link: of the scheduler half.
             exchange: over the same link.
             engine: the fields of its digest, see `identity`.
-            block_tokens: tokens a block of the KV group.
+            groups: the model's KV groups.
             ranks: worker halves of this instance, each with a shard of every chunk.
             clock: for deadlines.
         """
@@ -109,7 +125,7 @@ class Binder:
         self._clock = clock
         self._engine = engine_digest(engine)
         self._fields = field_digests(engine)
-        self._block_tokens = block_tokens
+        self._groups = groups
         self._ranks = ranks
         self._epoch = b""
         self._bound: Bound | None = None
@@ -179,13 +195,7 @@ class Binder:
                 self._poked_s = now_s
                 self._link.poke()
             return
-        block_tokens = self._block_tokens
-        odd = [layout for layout in layouts if layout.block_tokens != block_tokens]
-        if odd:
-            raise MismatchError(
-                f"rank {odd[0].rank} has blocks of {odd[0].block_tokens} tokens, "
-                f"the scheduler blocks of {block_tokens}"
-            )
+        self._check_blocks(layouts)
         fidelity = session.welcome.fidelity
         if not all(layout.can_keep(fidelity) for layout in layouts):
             raise MismatchError(
@@ -193,33 +203,39 @@ class Binder:
                 "divide into vectors of one token and head, of bfloat16 or float16, on an "
                 "accelerator; this engine's do not: start the server with --l1-codec raw"
             )
-        holders = holders_of(layouts)
-        shards = [layouts[ranks[0]] for ranks in holders]
-        chunk_tokens = -(-session.welcome.chunk_tokens // block_tokens) * block_tokens
+        count = len(self._groups)
+        chunk_tokens = choose_chunk_tokens(self._groups, session.welcome.chunk_tokens)
+        groups = cut_chunks(self._groups, chunk_tokens)
+        # A rank holds the same shard in every group: what the first says holds for all.
+        holders = holders_of(layouts[::count])
+        shards = [
+            (group, layouts[ranks[0] * count + group.group.index])
+            for group in groups
+            for ranks in holders
+        ]
+        prints = [layout.fingerprint() for _, layout in shards]
         namespace = namespace_id(
             self._engine,
-            layouts=[layout.fingerprint() for layout in shards],
+            layouts=prints,
             chunk_tokens=chunk_tokens,
             fidelity=fidelity,
             epoch=self._epoch,
         )
         shard_bytes = tuple(
-            layout.shard_bytes(chunk_tokens, fidelity=fidelity) for layout in shards
+            layout.shard_bytes(group.blocks, fidelity=fidelity) for group, layout in shards
         )
-        held = tuple(layout.shard() for layout in layouts)
+        held = tuple(layout.shard() for layout in layouts[::count])
+        spans = tuple(group.span for group in groups)
         attempt.bound = Bound(
-            session, namespace, chunk_tokens, chunk_tokens // block_tokens, holders
+            session, namespace, chunk_tokens, groups, tuple(self._groups), holders
         )
         parts = namespace_fields(
-            layouts=[layout.fingerprint() for layout in shards],
-            chunk_tokens=chunk_tokens,
-            fidelity=fidelity,
-            epoch=self._epoch,
+            layouts=prints, chunk_tokens=chunk_tokens, fidelity=fidelity, epoch=self._epoch
         )
         fields = {**self._fields, **field_digests(parts)}
         attempt.question = self._exchange.ask(
             session,
-            lambda id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes, fields, held),
+            lambda id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes, fields, held, spans),
             timeout_s=BIND_TIMEOUT_S,
         )
 
@@ -227,7 +243,17 @@ class Binder:
         heartbeat = self._link.last_heartbeat
         if heartbeat is None or heartbeat.boot_id != session.boot_id:
             return ()
-        return heartbeat.layouts if len(heartbeat.layouts) == self._ranks else ()
+        expected = self._ranks * len(self._groups)
+        return heartbeat.layouts if len(heartbeat.layouts) == expected else ()
+
+    def _check_blocks(self, layouts: tuple[ShardLayout, ...]) -> None:
+        for group in self._groups:
+            for layout in layouts[group.index :: len(self._groups)]:
+                if layout.block_tokens != group.block_tokens:
+                    raise MismatchError(
+                        f"rank {layout.rank} has blocks of {layout.block_tokens} tokens in KV "
+                        f"group {group.index}, the scheduler blocks of {group.block_tokens}"
+                    )
 
     def _tell(self, bound: Bound | None) -> None:
         assert bound is not None
@@ -238,7 +264,7 @@ class Binder:
                 "chunk size chosen",
                 chunk_tokens=bound.chunk_tokens,
                 wished_tokens=wished,
-                blocks_per_chunk=bound.blocks_per_chunk,
+                blocks_per_chunk=",".join(str(group.blocks) for group in bound.groups),
             )
 
 

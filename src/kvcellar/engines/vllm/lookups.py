@@ -17,7 +17,6 @@ from kvcellar.engines.vllm.exchange import Exchange, Question
 from kvcellar.engines.vllm.notes import Notes, Outcome
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, TimeoutExpiredError
-from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import AwaitFetch, Lookup, LookupReply, Reply
 
 __all__ = ["Answer", "Lookups"]
@@ -29,9 +28,9 @@ class Answer:
 
     Attributes:
         bound: where it was asked; the answer is worth something only as long as that is current.
-        count: leading chunks that the server has.
-        lease: holds them all; 0 for none (any more).
-        refs: `REF_BYTES` for each shard of each of these chunks.
+        count: leading chunks of the longest hit.
+        lease: holds all that it needs; 0 for none (any more).
+        refs: `REF_BYTES` for each shard of each chunk that a KV group needs, group after group.
     """
 
     bound: Bound
@@ -186,12 +185,13 @@ class Lookups:
         """Send the lookup; False when there is nothing to ask or it cannot be sent now."""
         state = inquiry.state
         chain = state.keys(bound, self._adapters, token_count=state.request.num_tokens)
-        if chain is None or not chain.count:
+        chunks = 0 if chain is None else min(chain.count, state.lookup_end(bound))
+        if chain is None or not chunks:
             self._notes.tell(state, bound, Outcome.UNNAMED if chain is None else Outcome.SHORT)
             self.drop(state)
             return False
-        inquiry.bound, inquiry.chunks = bound, min(chain.count, KEYS_MAX)
-        keys, tenant = chain.joined(0, inquiry.chunks), state.tenant
+        inquiry.bound, inquiry.chunks = bound, chunks
+        keys, tenant = bound.keys(chain.joined(0, chunks)), state.tenant
         fetch = self._is_worth_fetching(inquiry, bound, computed_tokens)
         inquiry.question = self._exchange.ask(
             bound.session, lambda id_: Lookup(id_, keys, fetch, tenant), timeout_s=self._timeout_s

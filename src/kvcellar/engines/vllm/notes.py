@@ -15,7 +15,7 @@ from kvcellar.client.session import Session
 from kvcellar.engines.vllm.binding import Bound
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.keys.chain import ChunkChain
-from kvcellar.protocol.limits import KEYS_MAX, SKETCH_MAX_BYTES, TEXT_MAX
+from kvcellar.protocol.limits import SKETCH_MAX_BYTES, TEXT_MAX
 from kvcellar.protocol.messages import LookupNote, Request
 
 __all__ = ["Notes", "Outcome"]
@@ -62,12 +62,12 @@ class Notes:
             found: leading chunks that the server has.
         """
         chain = state.chain
-        note = _note(state, outcome, chain, found=found)
+        note = _note(state, bound, outcome, chain, found=found)
         self._teller.tell(bound.session, note)
 
 
 def _note(
-    state: RequestState, outcome: str, chain: ChunkChain | None, *, found: int
+    state: RequestState, bound: Bound, outcome: str, chain: ChunkChain | None, *, found: int
 ) -> Callable[[int], LookupNote]:
     request_id, tokens = state.request_id[:TEXT_MAX], int(state.request.num_tokens)
     salt = _digest(b"salt", (state.request.cache_salt or "").encode("utf-8", "surrogatepass"))
@@ -76,7 +76,7 @@ def _note(
         return lambda id_: LookupNote(
             id_, request_id, outcome, tokens, 0, 0, salt=salt, adapter=adapter
         )
-    keys = min(chain.count, KEYS_MAX)
+    keys = min(chain.count, state.lookup_end(bound))
     found = min(found, keys)
     return lambda id_: LookupNote(
         id_,

@@ -9,7 +9,7 @@ reported it. What goes wrong inside ends caching, not the engine: see `fuse`. Ma
 
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvcellar.engines.vllm.exchange import Exchange
 from kvcellar.engines.vllm.fuse import Fuse
 from kvcellar.engines.vllm.gate import Gate
 from kvcellar.engines.vllm.gatekeeping import Gatekeeper
+from kvcellar.engines.vllm.groups import KVGroup, block_multiple
 from kvcellar.engines.vllm.holdings import Holdings
 from kvcellar.engines.vllm.identity import engine_fields
 from kvcellar.engines.vllm.loads import Loads
@@ -92,8 +93,9 @@ class SchedulerHalf:
             UnsupportedModelError: see `support`.
             ConfigError: a weight file cannot be read, or `autostart` cannot be done.
         """
-        self._block_tokens = require_supported(vllm_config, kv_cache_config)
-        fields = _engine_fields(vllm_config, self._block_tokens)
+        self._groups = require_supported(vllm_config, kv_cache_config)
+        self._block_tokens = block_multiple(self._groups)
+        fields = _engine_fields(vllm_config, self._groups)
         transfer = vllm_config.kv_transfer_config
         _settle_failure_policy(transfer, options.load_failure_policy)
         self._may_load = bool(transfer.is_kv_consumer)
@@ -129,7 +131,7 @@ class SchedulerHalf:
             self._link,
             self._exchange,
             engine=engine,
-            block_tokens=self._block_tokens,
+            groups=self._groups,
             ranks=self._ranks,
             clock=clock,
         )
@@ -141,7 +143,7 @@ class SchedulerHalf:
             fetch_timeout_s=self._options.fetch_timeout_s,
             clock=clock,
         )
-        self.loads = Loads(self._exchange, block_tokens=self._block_tokens)
+        self.loads = Loads(self._exchange)
         self.stores = Stores(
             self._binder,
             self._exchange,
@@ -184,12 +186,12 @@ class SchedulerHalf:
                 return tokens, bool(tokens)
         return 0, False
 
-    def on_allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+    def on_allocated(self, request: Any, tables: Sequence[list[int]], external_tokens: int) -> None:
         """Plan the load that vLLM made room for; without one, give back what was found.
 
         Args:
             request: vLLM's request.
-            block_ids: its whole block table.
+            tables: its whole block table in each KV group.
             external_tokens: what `matched_tokens` said, or 0: nothing is to be loaded (by us).
         """
         state = self._state(request)
@@ -208,7 +210,7 @@ class SchedulerHalf:
             job_id,
             state,
             answer,
-            block_ids=block_ids,
+            tables=tables,
             chunk_stop=state.load_stop // chunk_tokens,
             token_count=external_tokens,
         )
@@ -320,13 +322,14 @@ class SchedulerHalf:
             computed_tokens=computed_tokens,
             found_tokens=found_tokens,
             chunk_tokens=bound.chunk_tokens,
+            is_divisible=bound.is_divisible,
         )
 
     def _follow(self, scheduler_output: Any, bound: Bound | None) -> None:
         """Keep block tables as the step left them, and offer the chunks that it completes."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._states:
-                self._states[request_id].block_ids = []
+                self._states[request_id].tables = []
                 self.gatekeeper.leave(request_id)
                 self.gatekeeper.arrive(request_id)
         scheduled = scheduler_output.num_scheduled_tokens
@@ -336,11 +339,9 @@ class SchedulerHalf:
             state = self._states.get(request_id)
             if state is None:
                 continue
-            if is_whole and block_ids is not None:
-                state.block_ids = [*block_ids]
+            state.follow(block_ids, is_whole=is_whole, computed=computed)
+            if is_whole:
                 state.tokens_end = self._tokens_end(state)
-            elif block_ids is not None:
-                state.block_ids += block_ids
             if is_measured:
                 self.gatekeeper.schedule(state, computed=computed, count=scheduled[request_id])
             if bound is not None and state.may_save:
@@ -380,9 +381,9 @@ class SchedulerHalf:
             log.warning("the server still holds chunks of before the reset", reason=str(error))
 
 
-def _engine_fields(vllm_config: Any, block_tokens: int) -> dict[str, FieldValue]:
+def _engine_fields(vllm_config: Any, groups: Sequence[KVGroup]) -> dict[str, FieldValue]:
     try:
-        fields = engine_fields(vllm_config, block_tokens=block_tokens)
+        fields = engine_fields(vllm_config, groups=groups)
     except OSError as error:
         raise ConfigError(f"a file of the model cannot be read: {error}") from error
     log.info("engine named", engine=engine_digest(fields).hex()[:16], **field_digests(fields))

@@ -3,24 +3,27 @@
 A chunk is offered in the step that computes its last token. Its blocks are pinned in that very
 call, so neither preemption nor the request's end can hand them to somebody else; then the server
 says which chunks are new and fit, the workers copy those, and the pins go when every rank has
-reported. What the server does not want is let go at once. Used by the scheduler half on the
-engine's thread.
+reported. What the server does not want is let go at once. A KV group that frees blocks as it goes
+still has what is kept of a chunk in that step; later it may not, and then its part is not offered:
+the ids that are remembered may be another request's. Used by the scheduler half on the engine's
+thread.
 """
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcellar.clock import Clock
 from kvcellar.engines.vllm.binding import Binder, Bound
 from kvcellar.engines.vllm.exchange import Exchange, Question
 from kvcellar.engines.vllm.holdings import Holdings
-from kvcellar.engines.vllm.metadata import JobResult, StoreJob
+from kvcellar.engines.vllm.metadata import JobResult, StoreJob, StorePart
 from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, PeerClosedError, TimeoutExpiredError
 from kvcellar.protocol.limits import KEYS_MAX
-from kvcellar.protocol.messages import ChunkState, Reserve, ReserveReply
+from kvcellar.protocol.messages import OFFSET_BYTES, ChunkState, Reserve, ReserveReply
 
 __all__ = ["StoreCounts", "Stores"]
 
@@ -34,7 +37,7 @@ QUIET_S = 30.0
 
 @dataclass
 class StoreCounts:
-    """Chunks by what became of them.
+    """Chunks by what became of them, one counted for each KV group that keeps some of it.
 
     Attributes:
         offered: named to the server.
@@ -57,13 +60,21 @@ class StoreCounts:
     failed: int = 0
 
 
+class _Piece(NamedTuple):
+    """One KV group's part of one chunk: the chunk, the group's place, its key and its blocks."""
+
+    chunk: int
+    group: int
+    key: bytes
+    block_ids: list[int]
+
+
 @dataclass(eq=False)
 class _Offer:
     state: RequestState
     bound: Bound
     first: int
-    keys: list[bytes]
-    blocks: list[list[int]]
+    pieces: list[_Piece]
     parent: bytes
     deadline_s: float
     turn: int = 0
@@ -74,16 +85,7 @@ class _Offer:
 class _Store:
     offer: _Offer
     reservation: int
-    block_ids: list[int]
-    chunk_count: int
-
-
-@dataclass(eq=False)
-class _Taken:
-    """What an answer makes of an offer."""
-
-    keys: list[bytes] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    pieces: list[_Piece]
 
 
 class Stores:
@@ -129,35 +131,54 @@ class Stores:
             bound: the namespace of its keys.
             chunk_count: chunks from the prompt's start that are complete after this step.
         """
-        chain, first, width = state.chain, state.next_chunk, bound.blocks_per_chunk
+        chain, first = state.chain, state.next_chunk
         assert chain is not None
         now_s = self._clock.monotonic_s()
         if now_s < state.offer_after_s:
             return
-        stop = min(chunk_count, first + KEYS_MAX)
-        block_ids = state.block_ids[first * width : stop * width]
-        usable = self._pins.usable(block_ids) // width
-        fitting = min(usable, self._pins.room() // width)
-        self.counts.crowded += usable - fitting
-        if fitting <= 0:
+        stop = min(chunk_count, first + KEYS_MAX // len(bound.groups))
+        room = self._pins.room()
+        pieces: list[_Piece] = []
+        for chunk in range(first, stop):
+            parts = self._parts(state, bound, chunk)
+            wanted = sum(len(part.block_ids) for part in parts)
+            if wanted > room:
+                self.counts.crowded += (stop - chunk) * len(parts)
+                stop = chunk
+                break
+            room -= wanted
+            pieces += parts
+        state.next_chunk = max(first, stop)
+        if not pieces:
             return
-        stop, block_ids = first + fitting, block_ids[: fitting * width]
-        self._pins.pin(block_ids)
-        state.next_chunk = stop
+        for piece in pieces:
+            self._pins.pin(piece.block_ids)
         state.receipt.open_job()
         self._active_s = now_s
-        self.counts.offered += fitting
-        self._offers.append(
-            _Offer(
-                state,
-                bound,
-                first,
-                [bytes(chain.key(index)) for index in range(first, stop)],
-                [block_ids[at : at + width] for at in range(0, len(block_ids), width)],
-                parent=bytes(chain.key(first - 1)) if first else b"",
-                deadline_s=now_s + RESERVE_TIMEOUT_S,
+        self.counts.offered += len(pieces)
+        parent = bound.parents(bytes(chain.key(first - 1))) if first else b""
+        deadline_s = now_s + RESERVE_TIMEOUT_S
+        self._offers.append(_Offer(state, bound, first, pieces, parent, deadline_s))
+
+    def _parts(self, state: RequestState, bound: Bound, chunk: int) -> list[_Piece]:
+        """Return the parts of a chunk whose blocks all are the request's own at this moment."""
+        assert state.chain is not None
+        key = bytes(state.chain.key(chunk))
+        parts = []
+        for place, group in enumerate(bound.groups):
+            kind = group.group
+            is_there = (
+                group.first_block(chunk) >= kind.kept_from(state.computed) // kind.block_tokens
             )
-        )
+            block_ids = group.table_part(state.tables[kind.index], chunk)
+            # Fewer were computed where the table ends, and the null block stands for none.
+            if (
+                (is_there or kind.is_whole)
+                and len(block_ids) == group.blocks
+                and self._pins.usable(block_ids) == group.blocks
+            ):
+                parts.append(_Piece(chunk, place, group.keys(key), block_ids))
+        return parts
 
     def collect(self) -> list[StoreJob]:
         """Return a job for each offer that the server has answered and wants something of."""
@@ -170,7 +191,7 @@ class Stores:
                 reply = self._reply(offer)
             except KVCellarError as error:
                 self._binder.heed(offer.bound, error)
-                self.counts.lost += len(offer.keys)
+                self.counts.lost += len(offer.pieces)
                 self._put_off(offer, offer.first)
                 self._let_go(offer)
                 continue
@@ -188,7 +209,7 @@ class Stores:
         for offer in self._offers:
             if offer.question is not None:
                 self._exchange.drop(offer.question)
-            self.counts.lost += len(offer.keys)
+            self.counts.lost += len(offer.pieces)
             self._let_go(offer)
         self._offers = []
 
@@ -198,24 +219,30 @@ class Stores:
         if store is None:
             return False
         self._active_s = self._clock.monotonic_s()
-        self._pins.let_go(store.block_ids)
+        for piece in reversed(store.pieces):
+            self._pins.let_go(piece.block_ids)
         bound, receipt = store.offer.bound, store.offer.state.receipt
         self._holdings.end_reservation(bound.session, store.reservation)
         if result.ranks_failed:
-            self.counts.failed += store.chunk_count
+            self.counts.failed += len(store.pieces)
         else:
-            self.counts.stored += store.chunk_count
-        receipt.stored.add(result, token_count=store.chunk_count * bound.chunk_tokens)
+            self.counts.stored += len(store.pieces)
+        chunks = len({piece.chunk for piece in store.pieces})
+        receipt.stored.add(result, token_count=chunks * bound.chunk_tokens)
         receipt.close_job()
         return True
 
     def _send(self, offer: _Offer) -> None:
         """Send an offer; where that cannot be done now, the next step tries again."""
-        keys, parent, tenant = b"".join(offer.keys), offer.parent, offer.state.tenant
+        keys = b"".join([piece.key for piece in offer.pieces])
+        groups = (
+            bytes(piece.group for piece in offer.pieces) if len(offer.bound.groups) > 1 else b""
+        )
+        parent, tenant = offer.parent, offer.state.tenant
         offer.turn = turn = next(self._turns)
         offer.question = self._exchange.ask(
             offer.bound.session,
-            lambda id_: Reserve(id_, keys, parent, turn, tenant=tenant),
+            lambda id_: Reserve(id_, keys, parent, turn, tenant=tenant, groups=groups),
             timeout_s=RESERVE_TIMEOUT_S,
         )
 
@@ -233,43 +260,37 @@ class Stores:
     def _start(self, offer: _Offer, reply: ReserveReply) -> StoreJob | None:
         self._active_s = self._clock.monotonic_s()
         taken = self._sort(offer, reply.states)
-        if not taken.keys:
+        if not taken:
             offer.state.receipt.close_job()
             return None
+        bound = offer.bound
         job = StoreJob(
             job_id=self._new_job_id(),
             request_id=offer.state.request_id,
-            boot_id=offer.bound.session.boot_id,
+            boot_id=bound.session.boot_id,
             reservation=reply.reservation,
-            keys=b"".join(taken.keys),
-            offsets=reply.offsets,
-            writers=offer.bound.writers(offer.turn),
-            block_ids=taken.block_ids,
-            fidelity=offer.bound.session.welcome.fidelity,
+            writers=bound.writers(offer.turn),
+            parts=tuple(_store_parts(bound, taken, reply.offsets)),
+            fidelity=bound.session.welcome.fidelity,
         )
-        self._running[job.job_id] = _Store(
-            offer, reply.reservation, taken.block_ids, len(taken.keys)
-        )
+        self._running[job.job_id] = _Store(offer, reply.reservation, taken)
         return job
 
-    def _sort(self, offer: _Offer, states: bytes) -> _Taken:
+    def _sort(self, offer: _Offer, states: bytes) -> list[_Piece]:
         """Count the chunks by the server's word and let go of those that it does not want."""
-        taken, counts = _Taken(), self.counts
-        for index, (key, block_ids, state) in enumerate(
-            zip(offer.keys, offer.blocks, states, strict=True)
-        ):
+        taken, counts = [], self.counts
+        for piece, state in zip(offer.pieces, states, strict=True):
             if state == ChunkState.RESERVED:
-                taken.keys.append(key)
-                taken.block_ids += block_ids
+                taken.append(piece)
                 continue
-            self._pins.let_go(block_ids)
+            self._pins.let_go(piece.block_ids)
             if state == ChunkState.PRESENT:
                 counts.present += 1
             elif state == ChunkState.BUSY:
                 counts.busy += 1
             else:
                 counts.full += 1
-                self._put_off(offer, offer.first + index)
+                self._put_off(offer, piece.chunk)
         return taken
 
     def _put_off(self, offer: _Offer, chunk: int) -> None:
@@ -277,6 +298,23 @@ class Stores:
         offer.state.put_off(offer.bound, chunk=chunk, until_s=until_s)
 
     def _let_go(self, offer: _Offer) -> None:
-        for block_ids in offer.blocks:
-            self._pins.let_go(block_ids)
+        for piece in offer.pieces:
+            self._pins.let_go(piece.block_ids)
         offer.state.receipt.close_job()
+
+
+def _store_parts(bound: Bound, taken: list[_Piece], offsets: bytes) -> Iterator[StorePart]:
+    """Yield what is to be written of each KV group; `offsets` has a chunk's shards together."""
+    width = bound.shard_count * OFFSET_BYTES
+    for group, kept in enumerate(bound.groups):
+        places = [place for place, piece in enumerate(taken) if piece.group == group]
+        if places:
+            yield StorePart(
+                group=kept.group.index,
+                keys=b"".join([taken[place].key for place in places]),
+                offsets=b"".join(
+                    [offsets[place * width : (place + 1) * width] for place in places]
+                ),
+                block_ids=[id_ for place in places for id_ in taken[place].block_ids],
+                places=places,
+            )
