@@ -45,7 +45,7 @@ class FatalError(KVCellarError):
     code = "fatal"
 
 
-class ConfigError(FatalError):
+class ConfigError(FatalError, ValueError):
     """A flag, key, file or environment value is wrong; the message names it and the fix."""
 
     code = "config"

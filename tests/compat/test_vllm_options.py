@@ -5,6 +5,7 @@ import pytest
 from kvcellar.compat.vllm_options import read_lmcache_options
 from kvcellar.engines.vllm.options import ConnectorOptions
 from kvcellar.errors import ConfigError
+from kvcellar.transport.address import TcpAddress
 
 pytestmark = pytest.mark.engine
 
@@ -22,8 +23,7 @@ def test_the_guides_keys_are_translated():
     )
     assert notes == ()
     assert options == ConnectorOptions(
-        host="localhost",
-        port=6555,
+        servers=(TcpAddress("localhost", 6555),),
         timeout_s=60.0,
         heartbeat_s=5.0,
         eager_prefetch=True,
@@ -35,7 +35,7 @@ def test_our_own_keys_may_stand_beside_them():
     options, _ = read_lmcache_options(
         {"lmcache.mp.port": 1, "kvcellar.load_failure_policy": "fail", "kvcellar.port": "1"}
     )
-    assert (options.port, options.load_failure_policy) == (1, "fail")
+    assert (options.servers[0].port, options.load_failure_policy) == (1, "fail")
 
 
 def test_two_keys_that_contradict_are_refused():
@@ -63,21 +63,26 @@ def test_a_key_that_means_nothing_here_gets_one_line(key, value):
     assert note.startswith(f"{key}={value!r} has no effect: ")
 
 
-@pytest.mark.parametrize(
-    "value", ["tcp://somewhere:6555", ["tcp://somewhere:6555"], "tcp://somewhere:6555,"]
-)
-def test_a_list_of_one_server_is_its_address(value):
-    options, _ = read_lmcache_options({"lmcache.mp.server_urls": value})
-    assert (options.host, options.port) == ("somewhere", 6555)
+@pytest.mark.parametrize("value", ["tcp://a:1,tcp://b:2", ["tcp://a:1", "tcp://b:2"]])
+def test_several_servers_win_over_host_and_port(value):
+    options, notes = read_lmcache_options(
+        {"lmcache.mp.host": "c", "lmcache.mp.port": "3", "lmcache.mp.server_urls": value}
+    )
+    assert (options.servers, notes) == ((TcpAddress("a", 1), TcpAddress("b", 2)), ())
+
+
+def test_a_list_of_one_server_is_its_address():
+    options, _ = read_lmcache_options({"lmcache.mp.server_urls": "tcp://somewhere:6555,"})
+    assert options == ConnectorOptions(servers=(TcpAddress("somewhere", 6555),))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("lmcache.mp.server_urls", "tcp://a:1,tcp://b:2", "names 2 servers"),
-        ("lmcache.mp.server_urls", "", "names 0 servers"),
+        ("lmcache.mp.server_urls", "", "names no server"),
+        ("lmcache.mp.server_urls", "tcp://a:1,tcp://a:1", "names tcp://a:1 twice"),
         ("lmcache.mp.server_urls", "tcp://a", "write the port too"),
-        ("lmcache.mp.server_urls", 5555, "write one address"),
+        ("lmcache.mp.server_urls", 5555, "write addresses"),
         ("lmcache.mp.autostart", 1, "write true or false"),
         ("lmcache.mp.save_decode_cache", "true", "write true or false"),
         ("lmcache.mp.port", "http", "write a port"),

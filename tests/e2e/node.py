@@ -1,12 +1,12 @@
 """What `--kv-transfer-config` says in the tests, and how one watches where a prompt came from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tests.e2e.cellar import Cellar
 from tests.e2e.device import IS_INSTALLED
 from tests.e2e.engine import Answer, Counters, Engine
 
-__all__ = ["lmcache_transfer", "own_transfer", "watched"]
+__all__ = ["lmcache_transfer", "own_transfer", "servers_transfer", "watched"]
 
 
 def lmcache_transfer(cellar: Cellar) -> dict[str, object]:
@@ -20,6 +20,18 @@ def lmcache_transfer(cellar: Cellar) -> dict[str, object]:
             "kvcellar.gate": False,
         },
     }
+
+
+def servers_transfer(cellars: Sequence[Cellar], *, heartbeat_s: float) -> dict[str, object]:
+    """Say in LMCache's words that an engine's ranks are divided among several servers."""
+    transfer = lmcache_transfer(cellars[0])
+    urls = ",".join(f"tcp://localhost:{cellar.port}" for cellar in cellars)
+    transfer["kv_connector_extra_config"] = {
+        "lmcache.mp.server_urls": urls,
+        "lmcache.mp.heartbeat_interval": heartbeat_s,
+        "kvcellar.gate": False,
+    }
+    return transfer
 
 
 def own_transfer(cellar: Cellar, **options: object) -> dict[str, object]:

@@ -6,7 +6,7 @@ import json
 from hypothesis import strategies as st
 
 from kvcellar.keys.chain import ChunkChain, SpanItem
-from kvcellar.keys.digest import engine_digest, namespace_id, request_seed
+from kvcellar.keys.digest import engine_digest, namespace_fields, namespace_id, request_seed
 from kvcellar.layout.shard import PageRegion, ShardLayout, Vectors
 
 
@@ -24,6 +24,7 @@ class Situation:
     chunk_tokens: int = 4
     fidelity: str = "exact"
     epoch: bytes = b""
+    part: tuple[int, int] = (0, 1)
     adapter: bytes | None = None
     cache_salt: str | None = None
     items: tuple[SpanItem, ...] = ()
@@ -42,10 +43,13 @@ class Situation:
         )
         return namespace_id(
             engine,
-            layouts=[layout.fingerprint() for layout in self.layouts],
-            chunk_tokens=self.chunk_tokens,
-            fidelity=self.fidelity,
-            epoch=self.epoch,
+            namespace_fields(
+                layouts=[layout.fingerprint() for layout in self.layouts],
+                chunk_tokens=self.chunk_tokens,
+                fidelity=self.fidelity,
+                epoch=self.epoch,
+                part=self.part,
+            ),
         )
 
     def keys(self):
@@ -97,6 +101,7 @@ VALUES = {
     "chunk_tokens": [2, 4, 6],
     "fidelity": ["exact", "int8"],
     "epoch": [b"", b"\x00", b"\x01" * 16],
+    "part": [(0, 1), (0, 2), (1, 2), (0, 4), (1, 4), (2, 4)],
     "adapter": [None, b"", b"name:path:1", b"name:path:2"],
     "cache_salt": [None, "", "tenant", "tenant2"],
 }

@@ -125,3 +125,18 @@ def test_keys_come_singly_or_joined():
         chain.key(3)
     with pytest.raises(AssertionError):
         chain.joined(0, 4)
+
+
+def test_each_seed_has_the_chain_that_it_would_have_alone():
+    """As an engine wants it that names its chunks otherwise at each of its servers."""
+    seeds = [RequestSeed(bytes([number]) * 32) for number in range(3)]
+    tokens, items = list(range(20)), [SpanItem(5, 4, b"cat", "image")]
+    both = ChunkChain(*seeds, chunk_tokens=4, items=items)
+    both.extend(tokens, token_count=9)
+    both.extend(tokens, token_count=20)
+    for part, seed in enumerate(seeds):
+        alone = ChunkChain(seed, chunk_tokens=4, items=items)
+        alone.extend(tokens, token_count=20)
+        assert both.joined(0, 5, part=part) == alone.joined(0, 5)
+        assert both.key(4, part=part) == alone.key(4)
+        assert both.sketch(size_max_bytes=64) == alone.sketch(size_max_bytes=64)

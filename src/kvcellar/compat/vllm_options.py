@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kvcellar.engines.vllm.options import OPTION_KEYS, ConnectorOptions, options_from, unknown_key
-from kvcellar.errors import ConfigError
 
 __all__ = ["read_lmcache_options"]
 
 TRANSLATED: Mapping[str, str] = {
     "lmcache.mp.host": "host",
     "lmcache.mp.port": "port",
+    "lmcache.mp.server_urls": "server_urls",
     "lmcache.mp.mq_timeout": "timeout_s",
     "lmcache.mp.heartbeat_interval": "heartbeat_s",
     "lmcache.mp.eager_prefetch": "eager_prefetch",
@@ -43,8 +43,6 @@ MEANINGLESS: Mapping[str, str] = {
     "discard_partial_chunks": "only whole chunks are kept",
 }
 
-SERVERS = "lmcache.mp.server_urls"
-
 
 def read_lmcache_options(
     extra_config: Mapping[str, object],
@@ -63,31 +61,12 @@ def read_lmcache_options(
     for key, value in extra_config.items():
         if key in fields:
             given[key] = (fields[key], value)
-        elif key == SERVERS:
-            given |= _only_server(value)
         elif key in MEANINGLESS:
             notes.append(f"{key}={value!r} has no effect: {MEANINGLESS[key]}")
         else:
-            raise unknown_key(key, {*fields, *MEANINGLESS, SERVERS})
+            raise unknown_key(key, {*fields, *MEANINGLESS})
     options = options_from(given)
     if options.autostart:
         # The server that it starts understands LMCache's flags.
         options = replace(options, server_module="kvcellar.compat.lmcache_cli")
     return options, tuple(notes)
-
-
-def _only_server(value: object) -> dict[str, tuple[str, object]]:
-    """Return host and port of the one server that `server_urls` may name."""
-    urls = value.split(",") if isinstance(value, str) else value
-    if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
-        raise ConfigError(f"{SERVERS}={value!r}: write one address, as in 'tcp://localhost:5555'")
-    names = [url.strip() for url in urls if url.strip()]
-    if len(names) != 1:
-        raise ConfigError(
-            f"{SERVERS} names {len(names)} servers: one server for all ranks is what kvcellar "
-            "0.1 can use; write its address in lmcache.mp.host and lmcache.mp.port"
-        )
-    host, colon, port = names[0].rpartition(":")
-    if not colon or not port.isdigit():
-        raise ConfigError(f"{SERVERS}={value!r}: write the port too, as in 'tcp://localhost:5555'")
-    return {f"{SERVERS} (host)": ("host", host), f"{SERVERS} (port)": ("port", port)}

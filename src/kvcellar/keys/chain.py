@@ -44,37 +44,41 @@ class SpanItem(NamedTuple):
 class ChunkChain:
     """The keys of a request's full chunks; owns no tokens, remembers only the keys.
 
+    An engine that uses several servers names its chunks otherwise at each, so there may be a
+    chain for each *part* of its ranks, from a seed of its own.
+
     Attributes:
         chunk_tokens: tokens a chunk.
         unit_tokens: tokens that one value of the sketch stands for.
     """
 
     def __init__(
-        self, seed: RequestSeed, *, chunk_tokens: int, items: Sequence[SpanItem] = ()
+        self, *seeds: RequestSeed, chunk_tokens: int, items: Sequence[SpanItem] = ()
     ) -> None:
+        assert seeds
         assert chunk_tokens > 0, chunk_tokens
         assert all(item.length > 0 for item in items), items
         self.chunk_tokens = chunk_tokens
         self.unit_tokens = sketch_unit(chunk_tokens)
         self._items = tuple(items)
         self._sketch = bytearray()
-        self._last: bytes = bytes(seed)
-        self._keys = bytearray()
+        self._last = [bytes(seed) for seed in seeds]
+        self._keys = [bytearray() for _ in seeds]
 
     @property
     def count(self) -> int:
         """How many chunks have keys."""
-        return len(self._keys) // KEY_BYTES
+        return len(self._keys[0]) // KEY_BYTES
 
-    def key(self, index: int) -> ChunkKey:
-        """Return the key of chunk `index`, from 0."""
+    def key(self, index: int, *, part: int = 0) -> ChunkKey:
+        """Return a part's key of chunk `index`, from 0."""
         assert 0 <= index < self.count, (index, self.count)
-        return ChunkKey(bytes(self._keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]))
+        return ChunkKey(bytes(self._keys[part][index * KEY_BYTES : (index + 1) * KEY_BYTES]))
 
-    def joined(self, start: int, stop: int) -> bytes:
-        """Return the keys of chunks [start, stop) one after the other, as the wire wants them."""
+    def joined(self, start: int, stop: int, *, part: int = 0) -> bytes:
+        """Return a part's keys of chunks [start, stop) one after the other, as on the wire."""
         assert 0 <= start <= stop <= self.count, (start, stop, self.count)
-        return bytes(self._keys[start * KEY_BYTES : stop * KEY_BYTES])
+        return bytes(self._keys[part][start * KEY_BYTES : stop * KEY_BYTES])
 
     def sketch(self, *, size_max_bytes: int) -> bytes:
         """Return the sketch of the full chunks' tokens, cut to a size; see `keys.sketch`."""
@@ -116,9 +120,12 @@ class ChunkChain:
         width = self.chunk_tokens * 4
         for index in range(first, full):
             at = (index - first) * width
-            extras = _encode_items(self._items, index * self.chunk_tokens, self.chunk_tokens)
-            self._last = blake3(self._last + packed[at : at + width] + extras).digest()
-            self._keys += self._last
+            content = packed[at : at + width] + _encode_items(
+                self._items, index * self.chunk_tokens, self.chunk_tokens
+            )
+            for part, keys in enumerate(self._keys):
+                self._last[part] = last = blake3(self._last[part] + content).digest()
+                keys.extend(last)
         known = fresh[: (full - first) * self.chunk_tokens]
         self._sketch += sketch_of(known, unit_tokens=self.unit_tokens)
         return full

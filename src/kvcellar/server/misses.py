@@ -27,6 +27,8 @@ _FOLLOWS = ("layout.", "shard_count")
 
 _OUTCOMES = {
     "late": "the server's answer did not come within the lookup's time; it was computed",
+    "part": "another server of the engine, which keeps other ranks' shards of the same chunks, has "
+    "less of them than this one: ask that one why",
     "gate": "loading what was found would have taken longer than computing it",
     "short": "the prompt has no full chunk",
     "unnamed": "its KV has no safe name (an adapter whose files cannot be read, or an input that "

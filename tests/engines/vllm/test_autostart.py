@@ -17,6 +17,7 @@ from kvcellar.clock import SystemClock
 from kvcellar.engines.vllm.autostart import ensure_server
 from kvcellar.engines.vllm.options import ConnectorOptions
 from kvcellar.errors import ConfigError, KVCellarError
+from kvcellar.transport.address import TcpAddress
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +34,7 @@ def port():
 @pytest.fixture
 def options(port):
     return ConnectorOptions(
-        host="127.0.0.1", port=port, autostart=True, autostart_server_args=SMALL
+        servers=(TcpAddress("127.0.0.1", port),), autostart=True, autostart_server_args=SMALL
     )
 
 
@@ -50,7 +51,7 @@ def started(options):
 
 def answers(options):
     try:
-        with connect_tool(options.host, options.port):
+        with connect_tool(options.servers[0].host, options.servers[0].port):
             return True
     except KVCellarError:
         return False
@@ -75,7 +76,13 @@ def test_a_server_is_started_where_none_answers(options):
 
 def test_a_server_that_answers_is_used_as_it_is(options):
     with RunningServer() as server:
-        assert ensure_server(replace(options, port=server.port), clock=SystemClock()) is None
+        assert (
+            ensure_server(
+                replace(options, servers=(TcpAddress("127.0.0.1", server.port),)),
+                clock=SystemClock(),
+            )
+            is None
+        )
 
 
 def test_two_engines_that_start_at_once_end_up_with_one_server(options):
@@ -83,7 +90,8 @@ def test_two_engines_that_start_at_once_end_up_with_one_server(options):
         "import sys; from kvcellar.clock import SystemClock;"
         "from kvcellar.engines.vllm.autostart import ensure_server;"
         "from kvcellar.engines.vllm.options import ConnectorOptions;"
-        f"o = ConnectorOptions(host='127.0.0.1', port={options.port}, autostart=True,"
+        "from kvcellar.transport.address import TcpAddress;"
+        f"o = ConnectorOptions(servers=({options.servers[0]!r},), autostart=True,"
         f"autostart_server_args='{SMALL}');"
         "p = ensure_server(o, clock=SystemClock());"
         "print(p.pid if p is not None and p.poll() is None else 0)"
@@ -123,7 +131,11 @@ def test_an_engine_of_lmcaches_name_may_use_lmcaches_flags(options):
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"host": "10.0.0.7"}, "kvcellar.host is '10.0.0.7'"),
+        ({"servers": (TcpAddress("10.0.0.7", 5555),)}, "kvcellar.host is '10.0.0.7'"),
+        (
+            {"servers": (TcpAddress("localhost", 1), TcpAddress("localhost", 2))},
+            "kvcellar.server_urls names 2: start them beforehand",
+        ),
         ({"autostart_server_args": "--port 7000"}, "has --port"),
         ({"autostart_server_args": "--http-host=0.0.0.0"}, "has --http-host=0.0.0.0"),
         ({"autostart_server_args": "--instance-id 'a"}, "No closing quotation"),

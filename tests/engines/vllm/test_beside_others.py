@@ -72,7 +72,7 @@ def test_a_load_of_the_other_gives_our_lease_back_and_is_stored(beside, prompt, 
     one.reset()
     one.add(text, 100)
     one.run_until(lambda: one.scheduler.running)
-    assert (len(one.half.lookups), one.half.holdings.count()[0]) == (0, 0)
+    assert (len(one.half.lookups), one.held()[0]) == (0, 0)
     eventually(lambda: cellar.status()["kvcellar"]["leases"] == 0, timeout_s=1.0)
     one.settle()
     assert one.loaded_tokens == 0

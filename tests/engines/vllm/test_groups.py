@@ -9,6 +9,7 @@ import random
 import zlib
 
 import pytest
+from tests.engines.vllm.cellar import Cellar
 from tests.engines.vllm.conftest import CHUNK_TOKENS
 from tests.engines.vllm.test_scheduling import clear, damage
 from tests.engines.vllm.toy_engine import ToyEngine
@@ -16,6 +17,9 @@ from tests.engines.vllm.toy_model import VOCABULARY
 from tests.engines.vllm.toy_play import look_back, play
 from tests.engines.vllm.toy_worker import Delays
 
+from kvcellar.clock import FakeClock
+from kvcellar.engines.vllm.groups import KVGroup
+from kvcellar.engines.vllm.headroom import HOLD_S, Headroom
 from kvcellar.engines.vllm.versions import can_fail_whole_loads
 from kvcellar.errors import UnsupportedModelError
 
@@ -168,12 +172,13 @@ class TestStores:
         one = engine((FULL, {"window": 20}), step_tokens=64)
         start, refused = one.half.stores._start, iter([True] * 3)
 
-        def refuse(offer, reply):
+        def refuse(offer, replies):
             if next(refused, False):
+                (line,), (reply,) = offer.bound.lines, replies
                 states = b"\x03" * len(reply.states)
-                one.half.stores._exchange.cancel(offer.bound.session, reply.reservation)
-                reply = type(reply)(reply.id, 0, states, b"")
-            return start(offer, reply)
+                one.half.stores._exchange.cancel(line, reply.reservation)
+                replies = [type(reply)(reply.id, 0, states, b"")]
+            return start(offer, replies)
 
         monkeypatch.setattr(one.half.stores, "_start", refuse)
         text = prompt(300)
@@ -203,6 +208,80 @@ class TestStores:
         one.settle()
         one.reset()
         assert one.ask(text)[1] == 192
+
+
+@needs_failures
+class TestRoom:
+    """vLLM counts what windows gave back as if it were there, and admits a load too many."""
+
+    def burst(self, engine, prompt):
+        """Have three prompts loaded at once that leave the first one too little to go on."""
+        one = engine(({"window": 75}, {"window": 75}, FULL), blocks=72, step_tokens=64,
+                     delays=Delays(load=lambda: 3))  # fmt: skip
+        texts = [prompt(250), prompt(98), prompt(263)]
+        for text in texts:
+            one.ask(text, 1)
+            one.settle()
+        one.reset()
+        for text in texts:
+            one.add(text, 1)
+        return one
+
+    def test_loads_leave_room_for_one_another(self, engine, prompt):
+        one = self.burst(engine, prompt)
+        before = one.loaded_tokens
+        one.settle()
+        assert one.loaded_tokens - before == 224 + 96 + 256
+        assert len(one.half._headroom) == 0
+
+    def test_a_hit_waits_no_longer_than_is_bearable(self):
+        clock, groups = FakeClock(), (KVGroup(0, 16), KVGroup(1, 16, window=40))
+        free = [0]
+        room = Headroom(groups, step_tokens=64, free_blocks=lambda: free[0], clock=clock)
+
+        def admit(found=160, prompt=200):
+            return room.admit("b", computed_tokens=0, found_tokens=found, prompt_tokens=prompt)
+
+        assert admit() == 160
+        room.begin("a", rest_tokens=40)
+        # Ten blocks of the one group, three of the window; then four for each group's next step.
+        free[0] = 13 + 8 + 8
+        assert admit() == 160
+        free[0] -= 1
+        assert admit() is None
+        clock.advance(HOLD_S)
+        assert admit() == 0
+        room.end("a")
+        assert admit() == 160
+
+
+@needs_failures
+def test_a_hit_of_several_servers_is_what_they_agree_on(toy, prompt):
+    """What one leases for its end is of no use at the other's; it is computed and stored again."""
+    text, silent = prompt(200), {"kvcellar.skip_save": True}
+    pair = [Cellar().start() for _ in range(2)]
+    specs, ports = (FULL, {"window": 50}), [one.port for one in pair]
+    try:
+        with ToyEngine(toy, ports, ranks=2, specs=specs, blocks=120) as one:
+            one.wait_bound()
+            one.ask(text)
+            one.settle()
+            one.reset()
+            assert one.ask(text)[1] == 192
+            one.reset()
+            forget(pair[1].server, one, text, group=1, chunk=5, part=1)
+            one.reset()
+            assert one.ask(text, params=silent)[1] == 0
+            one.reset()
+            one.ask(text)
+            one.settle()
+            one.reset()
+            assert one.ask(text)[1] == 192
+            one.settle()
+        assert all(one.held() == (0, 0) for one in pair)
+    finally:
+        for one in pair:
+            one.kill()
 
 
 @needs_failures
@@ -269,7 +348,7 @@ def test_a_vllm_that_cannot_be_told_of_failures_is_refused(toy, cellar):
         ToyEngine(toy, cellar.port, specs=(FULL, {"window": 50}))
 
 
-def forget(cellar, engine, text, *, group, chunk):
+def forget(cellar, engine, text, *, group, chunk, part=0):
     """Delete one group's part of a chunk."""
     from kvcellar.protocol.messages import Delete
 
@@ -277,7 +356,7 @@ def forget(cellar, engine, text, *, group, chunk):
     state = engine.half._states[request]
     bound = engine.half._binder.current()
     chain = state.keys(bound, engine.half._adapters, token_count=len(text))
-    key = bound.groups[group].keys(bytes(chain.key(chunk)))
+    key = bound.groups[group].keys(chain.key(chunk, part=part))
     engine.settle()
     with cellar.tool() as session:
         reply = session.call(lambda id_: Delete(id_, key), timeout_s=5.0)

@@ -6,11 +6,11 @@ import pytest
 
 from kvcellar.engines.vllm.metadata import (
     ConnectorMetadata,
+    GroupLoad,
+    GroupStore,
     JobResult,
     LoadJob,
-    LoadPart,
     StoreJob,
-    StorePart,
     WorkerReport,
 )
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.engine
 
 
 def test_jobs_come_through_a_pickle_as_they_were():
-    reading = LoadPart(0, b"k" * 64, b"r" * 64, [-1, 4, 5, 6])
-    load = LoadJob(1, "r", b"b" * 16, 2, (reading, LoadPart(1, b"l" * 32, b"s" * 32, [9])))
-    writing = StorePart(0, b"k" * 32, b"o" * 16, [7, 8], [0])
+    reading = GroupLoad(0, b"k" * 64, b"r" * 64, [-1, 4, 5, 6])
+    load = LoadJob(1, "r", b"b" * 16, 2, (reading, GroupLoad(1, b"l" * 32, b"s" * 32, [9])))
+    writing = GroupStore(0, b"k" * 32, b"o" * 16, [7, 8], [0])
     store = StoreJob(2, "r", b"b" * 16, 9, (0, 1), (writing,))
     sent = ConnectorMetadata(loads=[load], stores=[store], chunk_tokens=32)
     assert pickle.loads(pickle.dumps(sent)) == sent

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.engines.vllm.options import OPTION_KEYS, ConnectorOptions, read_options
+from kvcellar.engines.vllm.options import _HOST, _PORT, OPTION_KEYS, ConnectorOptions, read_options
 from kvcellar.errors import ConfigError
+from kvcellar.transport.address import TcpAddress
 
 pytestmark = pytest.mark.engine
 
 
 def test_without_keys_a_server_on_this_host_is_looked_for():
-    assert read_options({}) == ConnectorOptions(host="localhost", port=5555)
+    assert read_options({}).servers == (TcpAddress("localhost", 5555),)
 
 
 def test_every_key_is_read():
@@ -31,8 +32,7 @@ def test_every_key_is_read():
         }
     )
     assert options == ConnectorOptions(
-        host="10.0.0.7",
-        port=6555,
+        servers=(TcpAddress("10.0.0.7", 6555),),
         timeout_s=20.0,
         heartbeat_s=2.5,
         lookup_timeout_s=0.25,
@@ -43,6 +43,20 @@ def test_every_key_is_read():
         gate=False,
         copy_delay_s=0.0,
     )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "tcp://a:1,tcp://b:2",
+        " tcp://a:1 , b:2, ",
+        ["tcp://a:1", "b:2"],
+        ("a:1", "b:2"),
+    ],
+)
+def test_several_servers_are_a_list_or_a_text_and_win_over_host_and_port(value):
+    both = {"kvcellar.server_urls": value, "kvcellar.host": "c", "kvcellar.port": 3}
+    assert read_options(both).servers == (TcpAddress("a", 1), TcpAddress("b", 2))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +96,14 @@ def test_a_key_like_no_other_is_answered_with_all_there_are():
         ("kvcellar.port", 70_000),
         ("kvcellar.port", True),
         ("kvcellar.port", 1.5),
+        ("kvcellar.server_urls", ""),
+        ("kvcellar.server_urls", []),
+        ("kvcellar.server_urls", 5555),
+        ("kvcellar.server_urls", ["tcp://a:1", 2]),
+        ("kvcellar.server_urls", "tcp://a"),
+        ("kvcellar.server_urls", "tcp://a:1,tcp://b:0"),
+        ("kvcellar.server_urls", "http://a:1"),
+        ("kvcellar.server_urls", "tcp://a:1,a:1"),
         ("kvcellar.timeout_s", "soon"),
         ("kvcellar.timeout_s", 0),
         ("kvcellar.timeout_s", -1),
@@ -111,7 +133,8 @@ def test_a_host_and_a_port_that_contradict_are_refused():
 def test_every_key_is_documented_with_its_default():
     page = (Path(__file__).parents[3] / "docs" / "connector.md").read_text(encoding="utf-8")
     for key, field in OPTION_KEYS.items():
-        default = getattr(ConnectorOptions(), field)
+        defaults = {"host": _HOST, "port": _PORT, "server_urls": ""}
+        default = defaults[field] if field in defaults else getattr(ConnectorOptions(), field)
         shown = f"{default:g}" if isinstance(default, float) else str(default)
         cells = next(line for line in page.splitlines() if line.startswith(f"| `{key}` "))
         shown = {"False": "false", "True": "true", "": "none"}.get(shown, shown)

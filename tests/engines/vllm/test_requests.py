@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcellar.engines.vllm.adapters import Adapters
-from kvcellar.engines.vllm.binding import Bound
+from kvcellar.engines.vllm.binding import Bound, BoundPart
 from kvcellar.engines.vllm.groups import KVGroup, cut_chunks
 from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.requests import RequestState, RequestWishes, read_wishes
@@ -19,7 +19,8 @@ TOKENS = list(range(100, 140))
 
 def bound(*, name=b"n" * 32):
     kinds = (KVGroup(0, CHUNK_TOKENS // 2),)
-    return Bound(None, name, CHUNK_TOKENS, cut_chunks(kinds, CHUNK_TOKENS), kinds, ((0,),))
+    part = BoundPart(None, name, CHUNK_TOKENS, ((0,),))
+    return Bound((part,), (None,), CHUNK_TOKENS, cut_chunks(kinds, CHUNK_TOKENS), kinds)
 
 
 HERE = bound()

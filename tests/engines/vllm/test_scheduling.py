@@ -232,10 +232,10 @@ class TestEnds:
         first = one.add(prompt(500), 120)
         one.run_until(lambda: one.scheduler.running)
         second = one.add(text)
-        one.run_until(lambda: one.half.holdings.count()[0] == 1, pace_s=0.01)
+        one.run_until(lambda: one.held()[0] == 1, pace_s=0.01)
         for _ in range(3):
-            seen = one.half._link.last_heartbeat
-            eventually(lambda seen=seen: one.half._link.last_heartbeat is not seen)
+            seen = one.half.parts[0].link.last_heartbeat
+            eventually(lambda seen=seen: one.half.parts[0].link.last_heartbeat is not seen)
         assert cellar.status()["kvcellar"]["leases"] == 1
         assert not one.asked[first].is_over
         one.settle()
@@ -250,7 +250,7 @@ class TestEnds:
         one.add(prompt(500), 120)
         one.run_until(lambda: one.scheduler.running)
         second = one.add(text)
-        one.run_until(lambda: one.half.holdings.count()[0] == 1, pace_s=0.01)
+        one.run_until(lambda: one.held()[0] == 1, pace_s=0.01)
         one.abort(second)
         eventually(lambda: cellar.status()["kvcellar"]["leases"] == 0, timeout_s=1.0)
 

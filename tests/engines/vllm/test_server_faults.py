@@ -1,61 +1,21 @@
 """The scheduler half while the server is absent, frozen, killed or started again."""
 
-import contextlib
 import random
-import signal
-import socket
 import time
 
 import pytest
-from tests.engines.vllm.conftest import CHUNK_TOKENS
+from tests.engines.vllm.cellar import Cellar
 from tests.engines.vllm.toy_engine import ToyEngine
 from tests.engines.vllm.toy_model import VOCABULARY
 from tests.engines.vllm.toy_play import Day, play
 from tests.engines.vllm.toy_worker import Delays
-from tests.server import running
-from tests.server.running import RunningServer, eventually
+from tests.server.running import eventually
 
 from kvcellar.protocol.messages import ChunkState, ReserveReply
 
 pytestmark = pytest.mark.engine
 
 HEARTBEAT_S = 0.2
-
-
-class Cellar:
-    """A server that comes and goes at one port."""
-
-    def __init__(self):
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.server = None
-
-    def start(self, *, has_memory=True):
-        flags = running.FLAGS
-        running.FLAGS = ("--port", str(self.port), *flags[2:])
-        try:
-            self.server = RunningServer("--chunk-size", str(CHUNK_TOKENS)).__enter__()
-        finally:
-            running.FLAGS = flags
-        if has_memory:
-            eventually(lambda: self.server.status()["kvcellar"]["arena"]["ready_bytes"])
-        return self
-
-    def kill(self):
-        if self.server is not None:
-            self.server.__exit__(None, None, None)
-            self.server = None
-
-    def freeze(self):
-        self.server.process.send_signal(signal.SIGSTOP)
-
-    def thaw(self):
-        self.server.process.send_signal(signal.SIGCONT)
-
-    def held(self):
-        state = self.server.status()["kvcellar"]
-        return state["leases"], state["reservations"]
 
 
 @pytest.fixture
@@ -136,12 +96,13 @@ def test_chunks_that_found_no_memory_are_stored_when_there_is_some(
         offers = engine.half.stores
         start, is_full = offers._start, iter([True, True])
 
-        def say_full(offer, reply):
+        def say_full(offer, replies):
             if next(is_full, False):
-                engine.half._exchange.cancel(offer.bound.session, reply.reservation)
+                (reply,), (line,) = replies, offer.bound.lines
+                engine.half._exchange.cancel(line, reply.reservation)
                 none = bytes([ChunkState.FULL]) * len(reply.states)
-                reply = ReserveReply(reply.id, 0, none, b"")
-            return start(offer, reply)
+                replies = [ReserveReply(reply.id, 0, none, b"")]
+            return start(offer, replies)
 
         monkeypatch.setattr(offers, "_start", say_full)
         engine.add(prompt(200), 400)
@@ -178,10 +139,10 @@ def test_what_a_dead_server_answered_is_not_loaded_from_its_successor(toy, cella
         engine.add(prompt(500), 120)
         engine.run_until(lambda: engine.scheduler.running)
         engine.add(text)
-        engine.run_until(lambda: engine.half.holdings.count()[0] == 1, pace_s=0.01)
+        engine.run_until(lambda: engine.held()[0] == 1, pace_s=0.01)
         cellar.kill()
         cellar.start()
-        eventually(lambda: engine.half._link.session)
+        eventually(lambda: engine.half.parts[0].link.session)
         engine.settle()
         assert (engine.loaded_tokens, engine.half.loads.failed_count) == (0, 0)
 
@@ -239,11 +200,11 @@ def test_a_frozen_server_costs_a_request_its_deadline_and_then_nothing(toy, cell
             longest_s = slowest_step(engine, text)
             assert longest_s < 0.25, "a step waited for the server"
         assert engine.half.lookups.overdue_count >= 1
-        assert engine.half._link.session is None
+        assert engine.half.parts[0].link.session is None
         assert engine.loaded_tokens == 0
         engine.settle()
         cellar.thaw()
-        eventually(lambda: engine.half._link.session)
+        eventually(lambda: engine.half.parts[0].link.session)
         eventually(lambda: cellar.held() == (0, 0), timeout_s=2.0)
         engine.reset()
         assert engine.ask(texts[0])[1] == 96

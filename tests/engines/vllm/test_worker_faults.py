@@ -19,7 +19,7 @@ from tests.server.running import RunningServer
 from kvcellar.engines import shelf
 from kvcellar.engines.copy_cpu import page_kernels
 from kvcellar.engines.vllm import settlements
-from kvcellar.engines.vllm.metadata import JobResult, LoadJob, LoadPart, StoreJob, StorePart
+from kvcellar.engines.vllm.metadata import GroupLoad, GroupStore, JobResult, LoadJob, StoreJob
 from kvcellar.errors import PeerClosedError
 
 pytestmark = pytest.mark.engine
@@ -156,9 +156,9 @@ def test_without_a_server_registration_returns_at_once_and_jobs_end_at_once(clos
     rig.start()
     assert time.monotonic() - started_s < 0.5
     rig.step(
-        loads=[LoadJob(1, "r", bytes(16), 1, (LoadPart(0, bytes(32), bytes(16), [3, 4]),))],
+        loads=[LoadJob(1, "r", bytes(16), 1, (GroupLoad(0, bytes(32), bytes(16), [3, 4]),))],
         stores=[
-            StoreJob(2, "r", bytes(16), 1, (0,), (StorePart(0, bytes(32), bytes(8), [1, 2], [0]),))
+            StoreJob(2, "r", bytes(16), 1, (0,), (GroupStore(0, bytes(32), bytes(8), [1, 2], [0]),))
         ],
     )
     assert rig.worker.collect() == {"r"}

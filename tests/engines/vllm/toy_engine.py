@@ -86,19 +86,9 @@ class ToyEngine:
         self.place = children.index(own) if children else None
         self.steps = 0
         self.preemptions = 0
-        instance = self.config.kv_transfer_config.engine_id
+        ports = port if isinstance(port, list) else [port]
         self.workers = [
-            ToyWorker(
-                port,
-                instance,
-                rank,
-                ranks,
-                blocks,
-                BLOCK_TOKENS,
-                len(self.groups.kv_cache_groups),
-                delays or Delays(),
-                is_shared,
-            )
+            self._worker(rank, ports, ranks // len(ports), blocks, delays or Delays(), is_shared)
             for rank in range(ranks)
         ]
         self._received = collections.Counter()
@@ -112,6 +102,23 @@ class ToyEngine:
         self.scheduler.shutdown()
         for worker in self.workers:
             worker.close()
+
+    def _worker(self, rank, ports, width, blocks, delays, is_shared):
+        """Return a rank's worker; with several ports the ranks are divided among their servers."""
+        name, part = self.config.kv_transfer_config.engine_id, rank // width
+        return ToyWorker(
+            ports[part],
+            name if len(ports) == 1 else f"{name}:{part}/{len(ports)}",
+            rank % width,
+            width,
+            blocks,
+            BLOCK_TOKENS,
+            len(self.groups.kv_cache_groups),
+            delays,
+            is_shared,
+            part=part,
+            kv_rank=0 if is_shared else rank,
+        )
 
     # The client's side.
 
@@ -153,6 +160,11 @@ class ToyEngine:
         self.run_until(lambda: self.asked[request_id].is_over)
         return self.asked[request_id].said, self.loaded_tokens - before
 
+    def held(self):
+        """Return how many leases and how many unfinished reservations there are at all servers."""
+        counts = [part.holdings.count() for part in self.half.parts]
+        return tuple(map(sum, zip(*counts, strict=True)))
+
     @property
     def loaded_tokens(self):
         """Tokens whose KV was loaded so far, by every rank."""
@@ -189,7 +201,7 @@ class ToyEngine:
         assert half.fuse.blown is None, half.fuse.blown
         assert (half.pins.count, len(half.stores), len(half.loads)) == (0, 0, 0)
         assert (len(half.lookups), half._states, half._reports) == (0, {}, {})
-        assert half.holdings.count() == (0, 0)
+        assert self.held() == (0, 0)
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
@@ -214,7 +226,8 @@ class ToyEngine:
         return (
             f"stuck: {[(r.request_id, r.status.name) for r in self.scheduler.requests.values()]}, "
             f"pins {self.half.pins.count}, stores {len(self.half.stores)}, "
-            f"loads {len(self.half.loads)}, session {self.half._link.session}"
+            f"loads {len(self.half.loads)}, "
+            f"sessions {[part.link.session for part in self.half.parts]}"
         )
 
     def _end_step(self, output):
@@ -285,7 +298,7 @@ class ToyEngine:
             assert blocks.all(), (group, computed, stop, table)
             base = first * BLOCK_TOKENS
             for worker in self.workers:
-                truth = kv_of(row.tokens[:stop], rank=worker.shard, group=group)
+                truth = kv_of(row.tokens[:stop], rank=worker.kv_rank, group=group)
                 pages = worker.pages[blocks].reshape(-1)
                 np.testing.assert_array_equal(
                     pages[seen - base : computed - base], truth[seen:computed], "KV read is wrong"
@@ -305,7 +318,7 @@ class ToyEngine:
         """Fill the blocks that a connector beside ours claimed."""
         for request_id, (blocks, tokens) in loads.items():
             for worker in self.workers:
-                kv = kv_of(tokens, rank=worker.shard)
+                kv = kv_of(tokens, rank=worker.kv_rank)
                 worker.pages[blocks] = kv.reshape(-1, BLOCK_TOKENS)
                 worker.received.add(request_id)
 
@@ -374,7 +387,11 @@ def make_config(
         "kv_connector": "KVCellarConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            f"{key_prefix}port": port,
+            **(
+                {f"{key_prefix}server_urls": [f"tcp://localhost:{each}" for each in port]}
+                if isinstance(port, list)
+                else {f"{key_prefix}port": port}
+            ),
             "kvcellar.heartbeat_s": 0.2,
             # No time of a toy's steps or copies means anything.
             "kvcellar.gate": False,

@@ -37,7 +37,7 @@ class Day:
             port,
             specs=specs,
             blocks=self.blocks,
-            ranks=self.pick(1, 1, 2),
+            ranks=self.pick(1, 1, 2) * (len(port) if isinstance(port, list) else 1),
             is_shared=self.pick(True, False),
             is_async=self.pick(True, False),
             is_second_runner=self.pick(True, False),
@@ -66,7 +66,7 @@ def play(model, port, seed, *, actions=250, disturb=None, options=None, specs=()
 
     Args:
         model: a toy model's folder.
-        port: a server's.
+        port: a server's, or a list of several servers'.
         seed: decides everything.
         actions: how many steps, arrivals and so on.
         disturb: called before each, to make the server misbehave.

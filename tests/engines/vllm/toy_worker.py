@@ -48,7 +48,7 @@ class _Job:
 
 @dataclass
 class ToyWorker:
-    """One rank."""
+    """One rank, counted as in its part of the engine's ranks."""
 
     port: int
     instance_id: str
@@ -59,6 +59,8 @@ class ToyWorker:
     groups: int
     delays: Delays
     is_shared: bool = False
+    part: int = 0
+    kv_rank: int = 0
     jobs: list = field(default_factory=list)
     received: set = field(default_factory=set)
     spoiled: set = field(default_factory=set)
@@ -103,11 +105,14 @@ class ToyWorker:
             arena.close()
 
     def begin(self, metadata):
-        for job in metadata.loads:
+        for job in self._own(metadata.loads):
             self.jobs.append(_Job(job, is_load=True, steps=self.delays.load()))
         self.step = metadata.step
-        for job in metadata.stores:
+        for job in self._own(metadata.stores):
             self.jobs.append(_Job(job, is_load=False, steps=self.delays.store()))
+
+    def _own(self, jobs):
+        return [job for job in jobs if job.part == self.part]
 
     def tick(self):
         """Run what is due; called after each step's computation."""
@@ -144,7 +149,7 @@ class ToyWorker:
         session = self._session(job.boot_id)
         ok = session is not None and not self.delays.load_fails()
         bad, most = [], 0
-        for part in job.parts:
+        for part in job.groups:
             bad += self._load_part(session, job, part) if ok else _written(part.block_ids)
             most = max(most, len(_written(part.block_ids)))
         self.loaded_tokens += 0 if bad else most * self.block_tokens
@@ -176,13 +181,13 @@ class ToyWorker:
         return bad
 
     def _store(self, job):
-        if job.writers[self.shard] != self.rank:
+        if not job.groups or job.writers[self.shard] != self.rank:
             self._end(job, ok=True, size_bytes=0)
             return
         session = self._session(job.boot_id)
         ok = session is not None and not self.delays.store_fails()
         seals = [b""] * job.chunk_count
-        for part in job.parts if ok else ():
+        for part in job.groups if ok else ():
             width = part.blocks_per_chunk
             for index, place in enumerate(part.places):
                 data = self.pages[part.block_ids[index * width : (index + 1) * width]].tobytes()
@@ -198,7 +203,7 @@ class ToyWorker:
             )
         elif session is not None:
             self._say(session, lambda id_: Abort(id_, job.reservation, self.shard))
-        blocks = sum(len(part.block_ids) for part in job.parts)
+        blocks = sum(len(part.block_ids) for part in job.groups)
         self._end(job, ok=ok, size_bytes=blocks * self.pages[0].nbytes)
 
     def _say(self, session, make):

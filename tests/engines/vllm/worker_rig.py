@@ -21,11 +21,11 @@ from kvcellar.clock import SystemClock
 from kvcellar.engines.pages import NOT_WRITTEN
 from kvcellar.engines.vllm.metadata import (
     ConnectorMetadata,
+    GroupLoad,
+    GroupStore,
     JobResult,
     LoadJob,
-    LoadPart,
     StoreJob,
-    StorePart,
 )
 from kvcellar.engines.vllm.options import ConnectorOptions
 from kvcellar.engines.vllm.worker import WorkerHalf
@@ -40,6 +40,7 @@ from kvcellar.protocol.messages import (
     Role,
     Status,
 )
+from kvcellar.transport.address import TcpAddress
 
 WAIT_S = 20.0
 BLOCK_TOKENS = 4
@@ -95,7 +96,14 @@ class Rig:
         self.worker = WorkerHalf(
             self.vllm_config,
             self.kv_cache_config,
-            ConnectorOptions(host="127.0.0.1", port=port, heartbeat_s=0.5, **options),
+            ConnectorOptions(
+                servers=tuple(
+                    TcpAddress("127.0.0.1", each)
+                    for each in (port if isinstance(port, list) else [port])
+                ),
+                heartbeat_s=0.5,
+                **options,
+            ),
         )
 
     def start(self):
@@ -239,8 +247,8 @@ class Scheduling:
             boot_id=self.session.boot_id,
             reservation=reply.reservation,
             writers=tuple(self.writers(turn)),
-            parts=(
-                StorePart(
+            groups=(
+                GroupStore(
                     group=0,
                     keys=b"".join(map(key, numbers)),
                     offsets=reply.offsets,
@@ -268,8 +276,8 @@ class Scheduling:
             request_id=request,
             boot_id=self.session.boot_id,
             shard_count=len({*self.held}),
-            parts=(
-                LoadPart(
+            groups=(
+                GroupLoad(
                     group=0,
                     keys=b"".join(map(key, numbers)),
                     refs=reply.refs,

@@ -55,7 +55,7 @@ def ensure_server(options: ConnectorOptions, *, clock: Clock) -> subprocess.Pope
         return None
     words = _server_words(options)
     if _answers(options):
-        log.info("a server is there already", host=options.host, port=options.port)
+        log.info("a server is there already", address=options.servers[0])
         return None
     command = [sys.executable, "-m", options.server_module, "server", *words]
     # A session of its own: a Ctrl-C for the engine does not stop what others may use. And no
@@ -102,10 +102,16 @@ def _pass_on(process: subprocess.Popen[bytes], said: deque[str]) -> None:
 
 
 def _server_words(options: ConnectorOptions) -> list[str]:
-    if options.host not in _LOCAL_HOSTS:
+    if len(options.servers) > 1:
+        raise ConfigError(
+            f"kvcellar.autostart starts one server, but kvcellar.server_urls names "
+            f"{len(options.servers)}: start them beforehand, or leave one of the two out"
+        )
+    server = options.servers[0]
+    if server.host not in _LOCAL_HOSTS:
         raise ConfigError(
             f"kvcellar.autostart starts a server on this host, but kvcellar.host is "
-            f"{options.host!r}: leave one of the two out"
+            f"{server.host!r}: leave one of the two out"
         )
     given = _split(options.autostart_server_args)
     taken = [word for word in given if word.partition("=")[0] in _TAKEN]
@@ -114,7 +120,7 @@ def _server_words(options: ConnectorOptions) -> list[str]:
             f"kvcellar.autostart.server_args has {taken[0]}: the address comes from kvcellar.host "
             "and kvcellar.port, and the pages stay on loopback"
         )
-    address = ("--host", options.host, "--port", str(options.port))
+    address = ("--host", server.host, "--port", str(server.port))
     # What is said last counts.
     return [*address, *_DEFAULTS, "--stop-when-unused", str(STOP_WHEN_UNUSED_S), *given]
 
@@ -128,7 +134,8 @@ def _split(text: str) -> Sequence[str]:
 
 def _answers(options: ConnectorOptions) -> bool:
     try:
-        with connect_tool(options.host, options.port, timeout_s=_PING_TIMEOUT_S):
+        server = options.servers[0]
+        with connect_tool(server.host, server.port, timeout_s=_PING_TIMEOUT_S):
             return True
     except NotLocalError:
         # It is there; the link will say what has to be mounted.

@@ -1,9 +1,10 @@
-"""The namespace of this engine on the server that is there now.
+"""The namespace of this engine on the servers that are there now.
 
 Keys mean something only in a namespace, and the namespace takes in what only others know: the
-layouts of all ranks (each worker half tells the server its own) and the server's wished chunk
+layouts of the ranks (each worker half tells its server its own) and the server's wished chunk
 size. So it is made anew for each session, in the background of a few steps, and until then the
-engine computes. Used by the scheduler half, which asks for it in every hook.
+engine computes. Where the engine uses several servers each has a namespace of its own, and the
+engine computes until all are bound. Used by the scheduler half, which asks for it in every hook.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvcellar.client.link import Link
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock
 from kvcellar.engines.vllm.exchange import Exchange, Question
 from kvcellar.engines.vllm.groups import ChunkGroup, KVGroup, choose_chunk_tokens, cut_chunks
+from kvcellar.engines.vllm.parts import Line, Part
 from kvcellar.errors import (
     KVCellarError,
     MismatchError,
@@ -23,6 +24,7 @@ from kvcellar.errors import (
     RetryableError,
 )
 from kvcellar.keys.digest import (
+    EngineDigest,
     FieldValue,
     NamespaceId,
     engine_digest,
@@ -34,7 +36,7 @@ from kvcellar.layout.shard import ShardLayout
 from kvcellar.protocol.messages import Bind
 from kvcellar.telemetry.logs import EventLog
 
-__all__ = ["Binder", "Bound", "holders_of"]
+__all__ = ["Binder", "Bound", "BoundPart", "holders_of"]
 
 log = EventLog("vllm.kvcellar.binding")
 
@@ -45,24 +47,20 @@ POKE_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
-    """A namespace that the server knows.
+class BoundPart:
+    """A namespace that a server knows: of the ranks that use it.
 
     Attributes:
-        session: where it is bound; of no use once that is closed.
+        line: where it is bound.
         namespace: see `keys.digest.namespace_id`.
         chunk_tokens: tokens a chunk.
-        groups: the KV groups of which something is kept in a chunk.
-        kinds: all KV groups, in vLLM's order.
         holders: the ranks that hold each shard of a chunk, lowest first; more than one where
             ranks hold the same bytes.
     """
 
-    session: Session
+    line: Line
     namespace: NamespaceId
     chunk_tokens: int
-    groups: tuple[ChunkGroup, ...]
-    kinds: tuple[KVGroup, ...]
     holders: tuple[tuple[int, ...], ...]
 
     @property
@@ -70,9 +68,37 @@ class Bound:
         """Return the shards of a chunk."""
         return len(self.holders)
 
+    def writers(self, turn: int) -> tuple[int, ...]:
+        """Return the rank that writes each shard, when it is the turn of a reservation's number."""
+        return tuple(ranks[turn % len(ranks)] for ranks in self.holders)
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """The namespaces of the engine at all of its servers.
+
+    Attributes:
+        parts: one for each server.
+        lines: of the parts; of no use once one of their sessions is closed.
+        chunk_tokens: tokens a chunk.
+        groups: the KV groups of which something is kept in a chunk.
+        kinds: all KV groups, in vLLM's order.
+    """
+
+    parts: tuple[BoundPart, ...]
+    lines: tuple[Line, ...]
+    chunk_tokens: int
+    groups: tuple[ChunkGroup, ...]
+    kinds: tuple[KVGroup, ...]
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether no session is known to be closed."""
+        return all(line.session.is_open for line in self.lines)
+
     @property
     def is_divisible(self) -> bool:
-        """Return whether a hit can be shortened: every part of it ends where a hit may end."""
+        """Return whether a hit can be shortened: every chunk of it is where a hit may end."""
         return all(not group.span for group in self.groups)
 
     def keys(self, chain_keys: bytes) -> bytes:
@@ -83,26 +109,13 @@ class Bound:
         """Return the keys under which what follows a chunk hangs, as a reserve wants them."""
         return b"".join([group.keys(chain_key) for group in self.groups if not group.span])
 
-    def writers(self, turn: int) -> tuple[int, ...]:
-        """Return the rank that writes each shard, when it is the turn of a reservation's number."""
-        return tuple(ranks[turn % len(ranks)] for ranks in self.holders)
-
-
-@dataclass(eq=False)
-class _Attempt:
-    session: Session
-    began_s: float
-    bound: Bound | None = None
-    question: Question | None = None
-    is_refused: bool = False
-
 
 class Binder:
-    """Keeps the engine's namespace bound, whatever servers come and go."""
+    """Keeps the engine's namespaces bound, whatever servers come and go."""
 
     def __init__(
         self,
-        link: Link,
+        parts: Sequence[Part],
         exchange: Exchange,
         *,
         engine: Mapping[str, FieldValue],
@@ -113,61 +126,177 @@ class Binder:
         """Bind nothing yet.
 
         Args:
-            link: of the scheduler half.
-            exchange: over the same link.
+            parts: one for each server.
+            exchange: with their servers.
             engine: the fields of its digest, see `identity`.
             groups: the model's KV groups.
-            ranks: worker halves of this instance, each with a shard of every chunk.
+            ranks: worker halves of each part, each with a shard of every chunk.
             clock: for deadlines.
         """
-        self._link = link
-        self._exchange = exchange
-        self._clock = clock
-        self._engine = engine_digest(engine)
-        self._fields = field_digests(engine)
-        self._groups = groups
-        self._ranks = ranks
-        self._epoch = b""
+        self._names = _Names(engine_digest(engine), field_digests(engine), len(parts))
+        self._groups = groups = tuple(groups)
+        self._binders = [
+            _PartBinder(part, exchange, self._names, groups=groups, ranks=ranks, clock=clock)
+            for part in parts
+        ]
+        self._found: list[BoundPart | None] = []
         self._bound: Bound | None = None
-        self._attempt: _Attempt | None = None
-        self._poked_s = 0.0
         self._told_tokens = 0
 
     def current(self) -> Bound | None:
-        """Return the namespace to use now, or None: compute. Waits within the step's budget."""
-        session = self._link.session
-        if session is None or not session.is_open:
-            self._bound = self._attempt = None
-            return None
-        if self._bound is None or self._bound.session is not session:
-            self._bound = self._try_bind(session)
+        """Return the namespaces to use now, or None: compute. Waits within the step's budget."""
+        found = [binder.current() for binder in self._binders]
+        if found != self._found:
+            self._found = found
+            self._bound = self._join([part for part in found if part is not None])
         return self._bound
 
     def is_settling(self) -> bool:
-        """Return whether a namespace may be there within the next steps."""
+        """Return whether all namespaces may be there within the next steps."""
+        return any(binder.is_settling() for binder in self._binders) and all(
+            binder.is_settling() or binder.bound is not None for binder in self._binders
+        )
+
+    def heed(self, bound: Bound, error: KVCellarError) -> None:
+        """Bind again when a refusal says that a server knows the namespace no longer."""
+        if isinstance(error, NotRegisteredError) and self._bound is bound:
+            for binder in self._binders:
+                binder.bound = None
+
+    def renew(self, epoch: bytes) -> list[BoundPart]:
+        """Leave the namespaces for ones that nobody has used, and return those that were left."""
+        known = [binder.bound for binder in self._binders if binder.bound is not None]
+        left = [bound for bound in known if bound.line.session.is_open]
+        for binder in self._binders:
+            binder.leave()
+        self._names.epoch, self._found, self._bound = epoch, [], None
+        return left
+
+    def _join(self, parts: Sequence[BoundPart]) -> Bound | None:
+        """Return what the parts make together once all are there."""
+        if len(parts) < len(self._binders):
+            return None
+        chunk_tokens = parts[0].chunk_tokens
+        for part in parts:
+            if part.chunk_tokens != chunk_tokens:
+                log.warning(
+                    "the servers differ in --chunk-size; nothing is cached",
+                    chunk_tokens=[part.chunk_tokens for part in parts],
+                )
+                return None
+        bound = Bound(
+            tuple(parts),
+            tuple(part.line for part in parts),
+            chunk_tokens,
+            cut_chunks(self._groups, chunk_tokens),
+            self._groups,
+        )
+        if chunk_tokens != self._told_tokens:
+            self._told_tokens = chunk_tokens
+            log.info(
+                "chunk size chosen",
+                chunk_tokens=chunk_tokens,
+                wished_tokens=parts[0].line.session.welcome.chunk_tokens,
+                blocks_per_chunk=",".join(str(group.blocks) for group in bound.groups),
+            )
+        return bound
+
+
+@dataclass(eq=False)
+class _Names:
+    """Makes namespaces.
+
+    Attributes:
+        engine: the engine's digest.
+        engine_fields: what that is made of.
+        part_count: how many servers the engine uses.
+        epoch: of the last reset.
+    """
+
+    engine: EngineDigest
+    engine_fields: Mapping[str, str]
+    part_count: int
+    epoch: bytes = b""
+
+    def give(
+        self, shards: Sequence[ShardLayout], *, chunk_tokens: int, fidelity: str, part: int
+    ) -> tuple[NamespaceId, dict[str, str]]:
+        """Return the namespace of a part's shards, and the digests of all its fields."""
+        fields = namespace_fields(
+            layouts=[layout.fingerprint() for layout in shards],
+            chunk_tokens=chunk_tokens,
+            fidelity=fidelity,
+            epoch=self.epoch,
+            part=(part, self.part_count),
+        )
+        return namespace_id(self.engine, fields), {**self.engine_fields, **field_digests(fields)}
+
+
+@dataclass(eq=False)
+class _Attempt:
+    line: Line
+    began_s: float
+    bound: BoundPart | None = None
+    question: Question | None = None
+    is_refused: bool = False
+
+
+class _PartBinder:
+    """Keeps the namespace of one part bound.
+
+    Attributes:
+        bound: what was bound last; None where it must be bound (again).
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        exchange: Exchange,
+        names: _Names,
+        *,
+        groups: tuple[KVGroup, ...],
+        ranks: int,
+        clock: Clock,
+    ) -> None:
+        self.bound: BoundPart | None = None
+        self._part = part
+        self._exchange = exchange
+        self._names = names
+        self._groups = groups
+        self._ranks = ranks
+        self._clock = clock
+        self._attempt: _Attempt | None = None
+        self._poked_s = 0.0
+
+    def current(self) -> BoundPart | None:
+        """Return the namespace to use now; None where there is none yet."""
+        session = self._part.link.session
+        if session is None or not session.is_open:
+            self.bound = self._attempt = None
+            return None
+        if self.bound is None or self.bound.line.session is not session:
+            self.bound = self._try_bind(session)
+        return self.bound
+
+    def is_settling(self) -> bool:
+        """Return whether the namespace may be there within the next steps."""
         attempt = self._attempt
         return (
-            self._bound is None
+            self.bound is None
             and attempt is not None
             and not attempt.is_refused
             and self._clock.monotonic_s() - attempt.began_s < SETTLE_S
         )
 
-    def heed(self, bound: Bound, error: KVCellarError) -> None:
-        """Bind again when a refusal says that the server knows the namespace no longer."""
-        if isinstance(error, NotRegisteredError) and self._bound is bound:
-            self._bound = None
+    def leave(self) -> None:
+        """Forget the namespace."""
+        self.bound = self._attempt = None
 
-    def renew(self, epoch: bytes) -> Bound | None:
-        """Leave the namespace for one that nobody has used, and return the one that was left."""
-        left, self._bound, self._attempt = self._bound, None, None
-        self._epoch = epoch
-        return left
-
-    def _try_bind(self, session: Session) -> Bound | None:
+    def _try_bind(self, session: Session) -> BoundPart | None:
         attempt = self._attempt
-        if attempt is None or attempt.session is not session:
-            attempt = self._attempt = _Attempt(session, self._clock.monotonic_s())
+        if attempt is None or attempt.line.session is not session:
+            line = Line(self._part, session)
+            attempt = self._attempt = _Attempt(line, self._clock.monotonic_s())
         if attempt.is_refused:
             return None
         try:
@@ -183,17 +312,16 @@ class Binder:
             log.warning("the server refused the namespace; nothing is cached", reason=str(error))
             return None
         self._attempt = None
-        self._tell(attempt.bound)
         return attempt.bound
 
     def _ask(self, attempt: _Attempt) -> None:
-        session = attempt.session
+        session = attempt.line.session
         layouts = self._layouts(session)
         if not layouts:
             now_s = self._clock.monotonic_s()
             if now_s - self._poked_s >= POKE_INTERVAL_S:
                 self._poked_s = now_s
-                self._link.poke()
+                self._part.link.poke()
             return
         self._check_blocks(layouts)
         fidelity = session.welcome.fidelity
@@ -213,34 +341,28 @@ class Binder:
             for group in groups
             for ranks in holders
         ]
-        prints = [layout.fingerprint() for _, layout in shards]
-        namespace = namespace_id(
-            self._engine,
-            layouts=prints,
+        namespace, fields = self._names.give(
+            [layout for _, layout in shards],
             chunk_tokens=chunk_tokens,
             fidelity=fidelity,
-            epoch=self._epoch,
+            part=self._part.index,
         )
         shard_bytes = tuple(
             layout.shard_bytes(group.blocks, fidelity=fidelity) for group, layout in shards
         )
         held = tuple(layout.shard() for layout in layouts[::count])
         spans = tuple(group.span for group in groups)
-        attempt.bound = Bound(
-            session, namespace, chunk_tokens, groups, tuple(self._groups), holders
-        )
-        parts = namespace_fields(
-            layouts=prints, chunk_tokens=chunk_tokens, fidelity=fidelity, epoch=self._epoch
-        )
-        fields = {**self._fields, **field_digests(parts)}
+        attempt.bound = BoundPart(attempt.line, namespace, chunk_tokens, holders)
         attempt.question = self._exchange.ask(
-            session,
-            lambda id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes, fields, held, spans),
+            [attempt.line],
+            lambda _, id_: Bind(
+                id_, bytes(namespace), chunk_tokens, shard_bytes, fields, held, spans
+            ),
             timeout_s=BIND_TIMEOUT_S,
         )
 
     def _layouts(self, session: Session) -> tuple[ShardLayout, ...]:
-        heartbeat = self._link.last_heartbeat
+        heartbeat = self._part.link.last_heartbeat
         if heartbeat is None or heartbeat.boot_id != session.boot_id:
             return ()
         expected = self._ranks * len(self._groups)
@@ -254,18 +376,6 @@ class Binder:
                         f"rank {layout.rank} has blocks of {layout.block_tokens} tokens in KV "
                         f"group {group.index}, the scheduler blocks of {group.block_tokens}"
                     )
-
-    def _tell(self, bound: Bound | None) -> None:
-        assert bound is not None
-        wished = bound.session.welcome.chunk_tokens
-        if bound.chunk_tokens != self._told_tokens:
-            self._told_tokens = bound.chunk_tokens
-            log.info(
-                "chunk size chosen",
-                chunk_tokens=bound.chunk_tokens,
-                wished_tokens=wished,
-                blocks_per_chunk=",".join(str(group.blocks) for group in bound.groups),
-            )
 
 
 def holders_of(layouts: tuple[ShardLayout, ...]) -> tuple[tuple[int, ...], ...]:

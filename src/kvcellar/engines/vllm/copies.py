@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvcellar.clock import Clock
 from kvcellar.engines.pages import Copier, SlotBytes
-from kvcellar.engines.vllm.metadata import LoadJob, LoadPart, StoreJob, StorePart
+from kvcellar.engines.vllm.metadata import GroupLoad, GroupStore, LoadJob, StoreJob
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.memory import seal
 from kvcellar.memory.arena import ArenaView
@@ -85,15 +85,15 @@ class ShardCopies:
         count = size_bytes = 0
         self.warm_up(fidelity=job.fidelity)
         started_s = self._clock.monotonic_s()
-        for part in job.parts:
+        for group in job.groups:
             stored = 0
-            for value in self._store_part(job, part, use_arena, after=after):
-                at = part.places[stored] * _SEAL_BYTES
+            for value in self._store_group(job, group, use_arena, after=after):
+                at = group.places[stored] * _SEAL_BYTES
                 seals[at : at + _SEAL_BYTES] = value.to_bytes(_SEAL_BYTES, "little")
                 stored += 1
             count += stored
-            size_bytes += stored * self._shard_bytes(part, job.fidelity)
-            if stored < part.chunk_count:
+            size_bytes += stored * self._shard_bytes(group, job.fidelity)
+            if stored < group.chunk_count:
                 break
         return Copied(
             chunk_count=count,
@@ -102,17 +102,17 @@ class ShardCopies:
             seals=bytes(seals),
         )
 
-    def _store_part(
-        self, job: StoreJob, part: StorePart, use_arena: UseArena, *, after: object
+    def _store_group(
+        self, job: StoreJob, group: GroupStore, use_arena: UseArena, *, after: object
     ) -> Iterator[int]:
         """Yield the seal of each chunk that was copied."""
-        copier, shard_bytes = self._copiers[part.group], self._shard_bytes(part, job.fidelity)
-        blocks = _rows(part)
-        for batch in _batches(copier, part.chunk_count):
+        copier, shard_bytes = self._copiers[group.group], self._shard_bytes(group, job.fidelity)
+        blocks = _rows(group)
+        for batch in _batches(copier, group.chunk_count):
             with use_arena() as arena:
                 if arena is None:
                     return
-                places = (_offset(job, part, index, shard=self._shard) for index in batch)
+                places = (_offset(job, group, index, shard=self._shard) for index in batch)
                 slots = [_slot(arena, offset, shard_bytes) for offset in places]
                 partials = copier.store(
                     [blocks[index] for index in batch],
@@ -122,7 +122,7 @@ class ShardCopies:
                 )
                 del slots
             for index, partial in zip(batch, partials, strict=True):
-                yield seal.finish(partial, _key(part.keys, index), self._shard, shard_bytes)
+                yield seal.finish(partial, _key(group.keys, index), self._shard, shard_bytes)
 
     def load(self, job: LoadJob, use_arena: UseArena, *, after: object) -> Copied:
         """Copy verified chunks into the job's blocks, up to the first whose seal does not match.
@@ -134,11 +134,11 @@ class ShardCopies:
         damage = None
         self.warm_up(fidelity=job.fidelity)
         started_s = self._clock.monotonic_s()
-        for part in job.parts:
-            loaded, damage = self._load_part(job, part, use_arena, after=after)
+        for group in job.groups:
+            loaded, damage = self._load_group(job, group, use_arena, after=after)
             count += loaded
-            size_bytes += loaded * self._shard_bytes(part, job.fidelity)
-            if loaded < part.chunk_count:
+            size_bytes += loaded * self._shard_bytes(group, job.fidelity)
+            if loaded < group.chunk_count:
                 break
         return Copied(
             chunk_count=count,
@@ -147,15 +147,15 @@ class ShardCopies:
             damage=damage,
         )
 
-    def _load_part(
-        self, job: LoadJob, part: LoadPart, use_arena: UseArena, *, after: object
+    def _load_group(
+        self, job: LoadJob, group: GroupLoad, use_arena: UseArena, *, after: object
     ) -> tuple[int, Damage | None]:
         """Return how many leading chunks were copied, and why not all, if that was a seal."""
-        copier, shard_bytes = self._copiers[part.group], self._shard_bytes(part, job.fidelity)
-        blocks = _rows(part)
+        copier, shard_bytes = self._copiers[group.group], self._shard_bytes(group, job.fidelity)
+        blocks = _rows(group)
         count = 0
-        for batch in _batches(copier, part.chunk_count):
-            refs = [_Ref(job, part, index, shard=self._shard) for index in batch]
+        for batch in _batches(copier, group.chunk_count):
+            refs = [_Ref(job, group, index, shard=self._shard) for index in batch]
             with use_arena() as arena:
                 if arena is None:
                     break
@@ -173,8 +173,8 @@ class ShardCopies:
                 return count, Damage(refs[good].key, refs[good].offset)
         return count, None
 
-    def _shard_bytes(self, part: LoadPart | StorePart, fidelity: str) -> int:
-        return self._copiers[part.group].shard_bytes(part.blocks_per_chunk, fidelity=fidelity)
+    def _shard_bytes(self, group: GroupLoad | GroupStore, fidelity: str) -> int:
+        return self._copiers[group.group].shard_bytes(group.blocks_per_chunk, fidelity=fidelity)
 
     def _checker(self, refs: Sequence["_Ref"], shard_bytes: int) -> Callable[[int, int], bool]:
         return lambda index, partial: (
@@ -187,20 +187,20 @@ class _Ref:
 
     __slots__ = ("key", "offset", "seal")
 
-    def __init__(self, job: LoadJob, part: LoadPart, index: int, *, shard: int) -> None:
+    def __init__(self, job: LoadJob, group: GroupLoad, index: int, *, shard: int) -> None:
         start = (index * job.shard_count + shard) * REF_BYTES
-        self.key = _key(part.keys, index)
-        self.offset = int.from_bytes(part.refs[start : start + OFFSET_BYTES], "little")
-        self.seal = int.from_bytes(part.refs[start + OFFSET_BYTES : start + REF_BYTES], "little")
+        self.key = _key(group.keys, index)
+        self.offset = int.from_bytes(group.refs[start : start + OFFSET_BYTES], "little")
+        self.seal = int.from_bytes(group.refs[start + OFFSET_BYTES : start + REF_BYTES], "little")
 
 
-def _rows(part: LoadPart | StorePart) -> npt.NDArray[np.int64]:
+def _rows(group: GroupLoad | GroupStore) -> npt.NDArray[np.int64]:
     """Return the block ids of each chunk, shape [chunks, blocks a chunk]."""
-    return np.asarray(part.block_ids, dtype=np.int64).reshape(part.chunk_count, -1)
+    return np.asarray(group.block_ids, dtype=np.int64).reshape(group.chunk_count, -1)
 
 
 def _batches(copier: Copier, chunk_count: int) -> Iterator[range]:
-    """Cut a part into what is copied behind one wait; the arena is asked for each anew."""
+    """Cut chunks into what is copied behind one wait; the arena is asked for each anew."""
     width = copier.batch_chunks
     for start in range(0, chunk_count, width):
         yield range(start, min(start + width, chunk_count))
@@ -210,9 +210,9 @@ def _key(keys: bytes, index: int) -> bytes:
     return keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
 
-def _offset(job: StoreJob, part: StorePart, index: int, *, shard: int) -> int:
+def _offset(job: StoreJob, group: GroupStore, index: int, *, shard: int) -> int:
     start = (index * job.shard_count + shard) * OFFSET_BYTES
-    return int.from_bytes(part.offsets[start : start + OFFSET_BYTES], "little")
+    return int.from_bytes(group.offsets[start : start + OFFSET_BYTES], "little")
 
 
 def _slot(arena: ArenaView, offset: int, size_bytes: int) -> SlotBytes:

@@ -132,8 +132,8 @@ class Copying:
 
     def store(self, job: StoreJob) -> None:
         """Queue a store behind what the step has launched, or drop it where it cannot be done."""
-        if job.writers[self._shard] != self._rank:
-            # Another rank holds the same bytes and it is its turn.
+        if not job.groups or job.writers[self._shard] != self._rank:
+            # Only other servers lack something, or it is the turn of a rank with the same bytes.
             self.outcomes.add_store(job.job_id, JobResult(ranks_done=1))
             return
         hold = self._take(job)
@@ -298,8 +298,8 @@ def _spoiled(job: LoadJob, copied: Copied) -> list[int] | None:
     """Return the blocks that a load did not fill; None where nothing of it is of use."""
     if not job.is_divisible:
         return None
-    (part,) = job.parts
-    rest = part.block_ids[copied.chunk_count * part.blocks_per_chunk :]
+    (group,) = job.groups
+    rest = group.block_ids[copied.chunk_count * group.blocks_per_chunk :]
     return [block for block in rest if block != NOT_WRITTEN]
 
 

@@ -204,9 +204,9 @@ class Gatekeeper:
                 is_good=not result.ranks_failed,
             )
 
-    def has_news(self, session: object) -> bool:
-        """Return whether a session was not told yet what the gate has decided; then it is."""
-        news = (id(session), msgspec.structs.astuple(self.figures())[:5])
+    def has_news(self, bound: object) -> bool:
+        """Return whether servers were not told yet what the gate has decided; then they are."""
+        news = (id(bound), msgspec.structs.astuple(self.figures())[:5])
         is_new, self._told = news != self._told, news
         return is_new
 

@@ -1,6 +1,6 @@
 """Loads that the workers run: from vLLM's word that blocks are there to the last rank's report.
 
-A load's lease is held until every rank has reported it, whatever became of its request. Used by
+A load's leases are held until every rank has reported it, whatever became of its request. Used by
 the scheduler half on the engine's thread.
 """
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcellar.engines.pages import NOT_WRITTEN
+from kvcellar.engines.vllm.binding import BoundPart
 from kvcellar.engines.vllm.exchange import Exchange
 from kvcellar.engines.vllm.groups import ChunkGroup
 from kvcellar.engines.vllm.lookups import Answer
-from kvcellar.engines.vllm.metadata import JobResult, LoadJob, LoadPart
+from kvcellar.engines.vllm.metadata import GroupLoad, JobResult, LoadJob
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.protocol.messages import REF_BYTES
 from kvcellar.telemetry.logs import EventLog
@@ -58,7 +59,7 @@ class Loads:
         Args:
             job_id: a new one.
             state: the request.
-            answer: the lookup's, whose lease passes over to the load.
+            answer: the lookup's, whose leases pass over to the load.
             tables: the request's whole block table in each of vLLM's KV groups.
             chunk_stop: the first of the answer's chunks that is not loaded.
             token_count: tokens to load; they end where that chunk begins.
@@ -68,22 +69,25 @@ class Loads:
         assert chunk_stop == answer.count or bound.is_divisible, (chunk_stop, answer.count)
         assert start >= 0, (start, chunk_stop)
         plan = _Plan(state, answer, start=start, chunk_stop=chunk_stop)
-        parts = tuple(plan.parts(tables))
-        # With a block left over that nothing fills, the load must fail: vLLM would believe in it.
-        is_covered = plan.covers(tables, parts)
-        if not is_covered:
-            log.warning("load does not cover its blocks", request_id=state.request_id)
-        self._planned.append(
-            LoadJob(
-                job_id=job_id,
-                request_id=state.request_id,
-                boot_id=bound.session.boot_id if is_covered else b"",
-                shard_count=bound.shard_count,
-                parts=parts,
-                is_divisible=bound.is_divisible and len(bound.groups) == 1,
-                fidelity=bound.session.welcome.fidelity,
+        for part in bound.parts:
+            groups = tuple(plan.groups(part, tables))
+            # With a block left over that nothing fills it must fail: vLLM would believe in it.
+            is_covered = plan.covers(tables, groups)
+            if not is_covered:
+                log.warning("load does not cover its blocks", request_id=state.request_id)
+            session = part.line.session
+            self._planned.append(
+                LoadJob(
+                    job_id=job_id,
+                    request_id=state.request_id,
+                    boot_id=session.boot_id if is_covered else b"",
+                    shard_count=part.shard_count,
+                    groups=groups,
+                    is_divisible=bound.is_divisible and len(bound.kinds) == 1,
+                    fidelity=session.welcome.fidelity,
+                    part=part.line.part.index,
+                )
             )
-        )
         self._running[job_id] = _Load(state, answer, token_count)
         state.receipt.open_job()
 
@@ -102,10 +106,10 @@ class Loads:
         if load is None:
             return False
         state = load.state
-        self._exchange.release(load.answer.bound.session, load.answer.lease)
+        load.answer.give_back(self._exchange)
         if result.ranks_failed:
             # vLLM looks the request up again at once: only memory keeps it from failing for ever.
-            # What the server lost is offered again once it has been computed.
+            # What a server lost is offered again once it has been computed.
             self.failed_count += 1
             state.may_load = False
             state.next_chunk = 0
@@ -124,28 +128,29 @@ class _Plan:
         self._start = start
         self._chunk_stop = chunk_stop
 
-    def parts(self, tables: Sequence[list[int]]) -> Iterator[LoadPart]:
-        """Yield what is to be read for each group that has a block to fill."""
-        chain, width = self._state.chain, self._bound.shard_count * REF_BYTES
+    def groups(self, part: BoundPart, tables: Sequence[list[int]]) -> Iterator[GroupLoad]:
+        """Yield what a part's ranks read for each group that has a block to fill."""
+        chain, width = self._state.chain, part.shard_count * REF_BYTES
         assert chain is not None
-        refs_at = 0
+        index, refs_at = part.line.part.index, 0
+        found = self._answer.found[index]
         for group in self._bound.groups:
-            first = group.first_chunk(self._answer.count)
+            first = group.first_chunk(found.count)
             low, block_ids = self._targets(group, tables, max(first, self._first_chunk()))
             if block_ids:
                 refs_from = refs_at + (low - first) * width
                 refs_stop = refs_at + (self._chunk_stop - first) * width
-                yield LoadPart(
+                yield GroupLoad(
                     group=group.group.index,
-                    keys=group.keys(chain.joined(low, self._chunk_stop)),
-                    refs=self._answer.refs[refs_from:refs_stop],
+                    keys=group.keys(chain.joined(low, self._chunk_stop, part=index)),
+                    refs=found.refs[refs_from:refs_stop],
                     block_ids=block_ids,
                 )
-            refs_at += (self._answer.count - first) * width
+            refs_at += (found.count - first) * width
 
-    def covers(self, tables: Sequence[list[int]], parts: Sequence[LoadPart]) -> bool:
+    def covers(self, tables: Sequence[list[int]], groups: Sequence[GroupLoad]) -> bool:
         """Return whether every block that vLLM will take for loaded is filled."""
-        filled = {part.group: {*part.block_ids} for part in parts}
+        filled = {group.group: {*group.block_ids} for group in groups}
         stop = self._chunk_stop * self._bound.chunk_tokens
         return all(
             id_ == NULL_BLOCK or id_ in filled.get(index, ())

@@ -1,13 +1,14 @@
-"""Lookups: how much of a prompt the server has, answered inside vLLM's own call where possible.
+"""Lookups: how much of a prompt the servers have, answered inside vLLM's own call where possible.
 
 vLLM asks in every step in which a request waits, and may ask again at any time after it got an
 answer (no memory for the request, preemption), so an answer is kept with its lease and checked
 before it is given again. No answer is 'ask me again' only until a deadline; then the request is
-computed. Where the server fetches more from its tiers, the answer is the prefix that is there when
-the fetch is over or its own deadline has passed. Used by the scheduler half.
+computed. Where a server fetches more from its tiers, the answer is the prefix that is there when
+the fetch is over or its own deadline has passed. Of several servers all are asked at once, and the
+one that has the least decides. Used by the scheduler half.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcellar.clock import Clock
@@ -15,6 +16,7 @@ from kvcellar.engines.vllm.adapters import Adapters
 from kvcellar.engines.vllm.binding import Binder, Bound
 from kvcellar.engines.vllm.exchange import Exchange, Question
 from kvcellar.engines.vllm.notes import Notes, Outcome
+from kvcellar.engines.vllm.parts import Line
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, TimeoutExpiredError
 from kvcellar.protocol.messages import AwaitFetch, Lookup, LookupReply, Reply
@@ -24,19 +26,46 @@ __all__ = ["Answer", "Lookups"]
 
 @dataclass(eq=False)
 class Answer:
-    """What the server said about one request.
+    """What the servers said about one request.
 
     Attributes:
         bound: where it was asked; the answer is worth something only as long as that is current.
-        count: leading chunks of the longest hit.
-        lease: holds all that it needs; 0 for none (any more).
-        refs: `REF_BYTES` for each shard of each chunk that a KV group needs, group after group.
+        found: what each server has. Its lease holds all of that, also what goes beyond `count`.
+        count: leading chunks that every server has. Where a hit is not divisible, what one has for
+            a later end is of no use at an earlier one: 0 unless all agree.
+        is_held: whether the leases were not given back.
     """
 
     bound: Bound
-    count: int
-    lease: int
-    refs: bytes
+    found: list[LookupReply]
+    count: int = 0
+    is_held: bool = True
+
+    def __post_init__(self) -> None:
+        self.count = self._agreed()
+
+    def improve(
+        self, lines: Sequence[Line], replies: Sequence[LookupReply], exchange: Exchange
+    ) -> None:
+        """Take what lines have found besides, and give back what that replaces, or the reverse."""
+        for line, reply in zip(lines, replies, strict=True):
+            had = self.found[line.part.index]
+            is_more = reply.count > had.count
+            exchange.release(line, had.lease if is_more else reply.lease)
+            if is_more:
+                self.found[line.part.index] = reply
+        self.count = self._agreed()
+
+    def give_back(self, exchange: Exchange) -> None:
+        """Release what it holds; the count stays."""
+        if self.is_held:
+            self.is_held = False
+            for line, reply in zip(self.bound.lines, self.found, strict=True):
+                exchange.release(line, reply.lease)
+
+    def _agreed(self) -> int:
+        counts = {reply.count for reply in self.found}
+        return min(counts) if self.bound.is_divisible or len(counts) == 1 else 0
 
 
 @dataclass(eq=False)
@@ -104,12 +133,11 @@ class Lookups:
             return None if state.may_load and state.request_id in self._inquiries else 0
         loadable = answer.count * answer.bound.chunk_tokens - computed_tokens
         if loadable <= 0:
-            # Kept without its lease: the count still says where the server's chunks end.
-            self._exchange.release(answer.bound.session, answer.lease)
-            answer.lease, answer.refs = 0, b""
+            # Kept without its leases: the count still says where the servers' chunks end.
+            answer.give_back(self._exchange)
             return 0
-        if not answer.lease:
-            # vLLM held more than now when the lease was given back.
+        if not answer.is_held:
+            # vLLM held more than now when the leases were given back.
             self.drop(state)
             return self.matched_tokens(state, computed_tokens)
         return loadable
@@ -121,10 +149,10 @@ class Lookups:
             self._ask(self._open(state), bound, computed_tokens=0)
 
     def take(self, state: RequestState) -> Answer:
-        """Hand over the answer that was given last, with its lease."""
+        """Hand over the answer that was given last, with its leases."""
         answer = self._inquiries.pop(state.request_id).answer
         assert answer is not None, state.request_id
-        assert answer.lease, state.request_id
+        assert answer.is_held, state.request_id
         return answer
 
     def note_refusal(self, state: RequestState) -> None:
@@ -132,7 +160,7 @@ class Lookups:
         inquiry = self._inquiries.get(state.request_id)
         if inquiry is not None and inquiry.answer is not None:
             answer = inquiry.answer
-            self._notes.tell(state, answer.bound, Outcome.GATE, found=answer.count)
+            self._tell(state, answer, Outcome.GATE)
 
     def drop(self, state: RequestState) -> None:
         """Forget a request's lookup, whatever it has come to."""
@@ -190,11 +218,14 @@ class Lookups:
             self._notes.tell(state, bound, Outcome.UNNAMED if chain is None else Outcome.SHORT)
             self.drop(state)
             return False
-        inquiry.bound, inquiry.chunks = bound, chunks
-        keys, tenant = bound.keys(chain.joined(0, chunks)), state.tenant
+        inquiry.bound, inquiry.chunks, tenant = bound, chunks, state.tenant
         fetch = self._is_worth_fetching(inquiry, bound, computed_tokens)
         inquiry.question = self._exchange.ask(
-            bound.session, lambda id_: Lookup(id_, keys, fetch, tenant), timeout_s=self._timeout_s
+            bound.lines,
+            lambda part, id_: Lookup(
+                id_, bound.keys(chain.joined(0, chunks, part=part)), fetch, tenant
+            ),
+            timeout_s=self._timeout_s,
         )
         if inquiry.question is None:
             self._give_up_if_overdue(inquiry)
@@ -208,7 +239,7 @@ class Lookups:
         assert inquiry.question is not None
         assert inquiry.bound is not None
         try:
-            reply = self._exchange.collect(inquiry.question)
+            replies = self._exchange.collect(inquiry.question)
         except TimeoutExpiredError:
             inquiry.question = None
             self._give_up(inquiry)
@@ -219,25 +250,30 @@ class Lookups:
             inquiry.question = inquiry.bound = None
             self._give_up_if_overdue(inquiry)
             return None
-        if reply is None:
+        if replies is None:
             return None
-        assert isinstance(reply, LookupReply), type(reply)
         inquiry.question = None
-        inquiry.answer = Answer(inquiry.bound, reply.count, reply.lease, reply.refs)
-        if reply.fetch and self._begin_to_wait(inquiry, reply.fetch, computed_tokens):
+        inquiry.answer = answer = Answer(inquiry.bound, _found(replies))
+        if self._begin_to_wait(inquiry, answer, computed_tokens):
             return None
         self._settle(inquiry)
-        return inquiry.answer
+        return answer
 
-    def _begin_to_wait(self, inquiry: _Inquiry, handle: int, computed_tokens: int) -> bool:
-        """Ask to be told what a fetch comes to; False where that is known, or cannot be asked."""
-        assert inquiry.bound is not None
-        wait_s = self._fetch_timeout_s
-        if not self._is_worth_fetching(inquiry, inquiry.bound, computed_tokens):
+    def _begin_to_wait(self, inquiry: _Inquiry, answer: Answer, computed_tokens: int) -> bool:
+        """Ask to be told what fetches come to; False where that is known, or cannot be asked."""
+        found, wait_s = answer.found, self._fetch_timeout_s
+        # No fetch adds to what the servers have that fetch nothing.
+        limit = min((reply.count for reply in found if not reply.fetch), default=inquiry.chunks)
+        lines = [
+            line
+            for line, reply in zip(answer.bound.lines, found, strict=True)
+            if reply.fetch and reply.count < limit
+        ]
+        if not lines or not self._is_worth_fetching(inquiry, answer.bound, computed_tokens):
             return False
         inquiry.fetch = self._exchange.ask(
-            inquiry.bound.session,
-            lambda id_: AwaitFetch(id_, handle, wait_s),
+            lines,
+            lambda part, id_: AwaitFetch(id_, found[part].fetch, wait_s),
             timeout_s=wait_s + self._timeout_s,
         )
         # Most fetches find nothing, and say so before the step's budget is spent.
@@ -255,34 +291,34 @@ class Lookups:
         if inquiry.fetch is None:
             self._settle(inquiry)
 
-    def _take_fetched(self, inquiry: _Inquiry, receive: Callable[[Question], Reply | None]) -> None:
-        """Take what a fetch came to if it is over; without it the first answer stands."""
+    def _take_fetched(
+        self, inquiry: _Inquiry, receive: Callable[[Question], Sequence[Reply] | None]
+    ) -> None:
+        """Take what fetches came to if they are over; without them the first answer stands."""
         answer, fetch = inquiry.answer, inquiry.fetch
         assert answer is not None
         assert fetch is not None
         try:
-            reply = receive(fetch)
+            replies = receive(fetch)
         except KVCellarError as error:
             if inquiry.bound is not None:
                 self._binder.heed(inquiry.bound, error)
             inquiry.fetch = None
             return
-        if reply is None:
-            return
-        assert isinstance(reply, LookupReply), type(reply)
-        inquiry.fetch = None
-        if reply.count <= answer.count:
-            self._exchange.release(fetch.session, reply.lease)
-            return
-        self._exchange.release(fetch.session, answer.lease)
-        answer.count, answer.lease, answer.refs = reply.count, reply.lease, reply.refs
+        if replies is not None:
+            inquiry.fetch = None
+            answer.improve(fetch.lines, _found(replies), self._exchange)
 
     def _settle(self, inquiry: _Inquiry) -> None:
-        """Note where the server's chunks end, now that it is known."""
+        """Note where the servers' chunks end, now that it is known."""
         answer = inquiry.answer
         assert answer is not None
         inquiry.state.next_chunk = answer.count
-        self._notes.tell(inquiry.state, answer.bound, Outcome.ANSWERED, found=answer.count)
+        self._tell(inquiry.state, answer, Outcome.ANSWERED)
+
+    def _tell(self, state: RequestState, answer: Answer, outcome: str) -> None:
+        found = [reply.count for reply in answer.found]
+        self._notes.tell(state, answer.bound, outcome, found=found)
 
     def _give_up_if_overdue(self, inquiry: _Inquiry) -> None:
         if self._clock.monotonic_s() - inquiry.since_s >= self._timeout_s:
@@ -303,5 +339,11 @@ class Lookups:
             if question is not None:
                 self._exchange.drop(question)
         if inquiry.answer is not None:
-            self._exchange.release(inquiry.answer.bound.session, inquiry.answer.lease)
+            inquiry.answer.give_back(self._exchange)
         inquiry.question = inquiry.fetch = inquiry.answer = inquiry.bound = None
+
+
+def _found(replies: Sequence[Reply]) -> list[LookupReply]:
+    found = [reply for reply in replies if isinstance(reply, LookupReply)]
+    assert len(found) == len(replies), replies
+    return found

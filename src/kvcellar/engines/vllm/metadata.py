@@ -18,17 +18,17 @@ from kvcellar.layout.shard import EXACT
 
 __all__ = [
     "ConnectorMetadata",
+    "GroupLoad",
+    "GroupStore",
     "JobResult",
     "LoadJob",
-    "LoadPart",
     "StoreJob",
-    "StorePart",
     "WorkerReport",
 ]
 
 
 @dataclass(frozen=True)
-class LoadPart:
+class GroupLoad:
     """What a load reads for one KV group.
 
     Attributes:
@@ -66,29 +66,31 @@ class LoadJob:
     Attributes:
         job_id: see the module; reported back in a `WorkerReport` by every rank.
         request_id: vLLM's; reported as received exactly once by every rank.
-        boot_id: the life of the server whose arena the parts' `refs` point into.
+        boot_id: the life of the server whose arena the groups' `refs` point into.
         shard_count: shards a chunk.
-        parts: what to read for each KV group.
+        groups: what to read for each KV group.
         is_divisible: whether what came before a failure is of use; else all of it has failed.
         fidelity: the form in which the chunks were stored.
+        part: whose ranks run it.
     """
 
     job_id: int
     request_id: str
     boot_id: bytes
     shard_count: int
-    parts: tuple[LoadPart, ...]
+    groups: tuple[GroupLoad, ...]
     is_divisible: bool = True
     fidelity: str = EXACT
+    part: int = 0
 
     @property
     def chunk_count(self) -> int:
         """Return how many chunks the job reads, one counted for each KV group."""
-        return sum(part.chunk_count for part in self.parts)
+        return sum(group.chunk_count for group in self.groups)
 
 
 @dataclass(frozen=True)
-class StorePart:
+class GroupStore:
     """What a store writes for one KV group.
 
     Attributes:
@@ -129,8 +131,9 @@ class StoreJob:
         boot_id: the life of the server that made the reservation.
         reservation: its handle, for `Commit` and `Abort`.
         writers: the rank that writes each shard of a chunk; the others have nothing to do.
-        parts: what to write for each KV group.
+        groups: what to write for each KV group; nothing where only other parts store something.
         fidelity: the form in which to store them.
+        part: whose ranks run it.
     """
 
     job_id: int
@@ -138,8 +141,9 @@ class StoreJob:
     boot_id: bytes
     reservation: int
     writers: tuple[int, ...]
-    parts: tuple[StorePart, ...]
+    groups: tuple[GroupStore, ...]
     fidelity: str = EXACT
+    part: int = 0
 
     @property
     def shard_count(self) -> int:
@@ -149,7 +153,7 @@ class StoreJob:
     @property
     def chunk_count(self) -> int:
         """Return how many chunks the job writes, one counted for each KV group."""
-        return sum(part.chunk_count for part in self.parts)
+        return sum(group.chunk_count for group in self.groups)
 
 
 @dataclass

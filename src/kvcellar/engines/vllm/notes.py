@@ -1,4 +1,4 @@
-"""What a lookup was about, told to the server after it, so that a miss can be explained there.
+"""What a lookup was about, told to each server after it, so that a miss can be explained there.
 
 The server sees keys, which say nothing about why they are not there. One small message for each
 lookup tells what the prompt is like, without a token or a secret in it: digests cut to eight bytes
@@ -6,13 +6,13 @@ and a sketch. Sent when the answer is already used; nobody waits for it, and whe
 sent at once it is not sent. Used by the scheduler half.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from blake3 import blake3
 
-from kvcellar.client.session import Session
 from kvcellar.engines.vllm.binding import Bound
+from kvcellar.engines.vllm.parts import Line
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.keys.chain import ChunkChain
 from kvcellar.protocol.limits import SKETCH_MAX_BYTES, TEXT_MAX
@@ -30,6 +30,8 @@ class Outcome:
     """The server said how much it has."""
     LATE = "late"
     """It said nothing in time."""
+    PART = "part"
+    """It has more than another server that keeps other ranks' shards of the same chunks."""
     GATE = "gate"
     """Loading what it has would take longer than computing."""
     SHORT = "short"
@@ -41,33 +43,45 @@ class Outcome:
 class Teller(Protocol):
     """What notes need of `Exchange`."""
 
-    def tell(self, session: Session, make: Callable[[int], Request]) -> None:
+    def tell(self, line: Line, make: Callable[[int], Request]) -> None:
         """Send what expects nothing, or drop it."""
         ...
 
 
 class Notes:
-    """Tells the server about lookups."""
+    """Tells the servers about lookups."""
 
     def __init__(self, teller: Teller) -> None:
         self._teller = teller
 
-    def tell(self, state: RequestState, bound: Bound, outcome: str, *, found: int = 0) -> None:
-        """Say what became of a request's lookup; takes some ten microseconds.
+    def tell(
+        self, state: RequestState, bound: Bound, outcome: str, *, found: Sequence[int] = ()
+    ) -> None:
+        """Say what became of a request's lookup; takes some ten microseconds a server.
 
         Args:
             state: the request.
             bound: where it was asked.
             outcome: see `Outcome`.
-            found: leading chunks that the server has.
+            found: leading chunks that each server has.
         """
-        chain = state.chain
-        note = _note(state, bound, outcome, chain, found=found)
-        self._teller.tell(bound.session, note)
+        least = min(found, default=0)
+        for part, line in enumerate(bound.lines):
+            count = found[part] if found else 0
+            is_more = outcome == Outcome.ANSWERED and count > least
+            said = Outcome.PART if is_more else outcome
+            note = _note(state, bound, said, state.chain, found=count, part=part)
+            self._teller.tell(line, note)
 
 
 def _note(
-    state: RequestState, bound: Bound, outcome: str, chain: ChunkChain | None, *, found: int
+    state: RequestState,
+    bound: Bound,
+    outcome: str,
+    chain: ChunkChain | None,
+    *,
+    found: int,
+    part: int,
 ) -> Callable[[int], LookupNote]:
     request_id, tokens = state.request_id[:TEXT_MAX], int(state.request.num_tokens)
     salt = _digest(b"salt", (state.request.cache_salt or "").encode("utf-8", "surrogatepass"))
@@ -85,7 +99,7 @@ def _note(
         tokens,
         keys,
         found,
-        missing=bytes(chain.key(found)) if found < keys else b"",
+        missing=bytes(chain.key(found, part=part)) if found < keys else b"",
         salt=salt,
         adapter=adapter,
         items=chain.items_digest(),

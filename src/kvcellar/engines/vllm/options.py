@@ -7,13 +7,16 @@ options live in `compat.vllm_options`, which ends in `options_from` as well.
 
 import difflib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcellar.errors import ConfigError
-from kvcellar.transport.address import parse_server_address
+from kvcellar.transport.address import TcpAddress, parse_server_address
 
 __all__ = ["OPTION_KEYS", "ConnectorOptions", "options_from", "read_options", "unknown_key"]
+
+
+_HOST, _PORT = "localhost", 5555
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,8 @@ class ConnectorOptions:
     """What a user may set; the defaults suit a server on the same host.
 
     Attributes:
-        host: where the server listens, a name or an address; `tcp://` before it is accepted.
-        port: the server's `--port`.
+        servers: where the server listens, or each of several: then each keeps the shards of as
+            many ranks, in the order of both; see `parts`.
         timeout_s: the longest that any single call may wait; hooks of a step wait far shorter.
         heartbeat_s: seconds between two heartbeats.
         lookup_timeout_s: how long a request waits for the answer to its lookup before it is
@@ -40,8 +43,7 @@ class ConnectorOptions:
         copy_delay_s: for tests only: every copy waits so long before it touches its bytes.
     """
 
-    host: str = "localhost"
-    port: int = 5555
+    servers: tuple[TcpAddress, ...] = (TcpAddress(_HOST, _PORT),)
     timeout_s: float = 300.0
     heartbeat_s: float = 10.0
     lookup_timeout_s: float = 0.5
@@ -60,6 +62,7 @@ class ConnectorOptions:
 OPTION_KEYS: Mapping[str, str] = {
     "kvcellar.host": "host",
     "kvcellar.port": "port",
+    "kvcellar.server_urls": "server_urls",
     "kvcellar.timeout_s": "timeout_s",
     "kvcellar.heartbeat_s": "heartbeat_s",
     "kvcellar.lookup_timeout_s": "lookup_timeout_s",
@@ -73,7 +76,8 @@ OPTION_KEYS: Mapping[str, str] = {
     "kvcellar.gate": "gate",
     "kvcellar.testing.copy_delay_s": "copy_delay_s",
 }
-"""Key of `kv_connector_extra_config` to field of `ConnectorOptions`."""
+"""Key of `kv_connector_extra_config` to field of `ConnectorOptions`; host and port, or server_urls
+before them, make `servers`."""
 
 _SECONDS_MAX = 86_400.0
 _POLICIES = ("recompute", "fail")
@@ -116,17 +120,18 @@ def options_from(given: Mapping[str, tuple[str, object]]) -> ConnectorOptions:
                 "keep one of them"
             )
         values[field], keys[field] = checked, key
+    alone = _one_server(values.pop("host", _HOST), values.pop("port", _PORT), keys)
+    values["servers"] = values.pop("server_urls", (alone,))
+    # Each value was checked against its field just now, which the type checker cannot see.
+    return ConnectorOptions(**values)  # type: ignore[arg-type]
+
+
+def _one_server(host: object, port: object, keys: Mapping[str, str]) -> TcpAddress:
     try:
-        address = parse_server_address(
-            str(values.get("host", ConnectorOptions.host)),
-            _port_of(values.get("port", ConnectorOptions.port)),
-        )
+        return parse_server_address(str(host), _port_of(port))
     except ConfigError as error:
         named = " and ".join(keys[name] for name in ("host", "port") if name in keys)
         raise ConfigError(f"{named}: {error}") from error
-    values |= {"host": address.host, "port": address.port}
-    # Each value was checked against its field just now, which the type checker cannot see.
-    return ConnectorOptions(**values)  # type: ignore[arg-type]
 
 
 def unknown_key(key: str, known: Collection[str], *, hint: str = "") -> ConfigError:
@@ -162,7 +167,30 @@ def _checked(key: str, field: str, value: object) -> object:
         return value
     if field == "port":
         return _port_of(value, key)
+    if field == "server_urls":
+        return _addresses(key, value)
     return _seconds(key, value, may_be_zero=field in _MAY_BE_ZERO)
+
+
+def _addresses(key: str, value: object) -> tuple[TcpAddress, ...]:
+    urls = value.split(",") if isinstance(value, str) else value
+    if not isinstance(urls, Sequence) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f"{key}={value!r}: write addresses, as in 'tcp://a:5555,tcp://b:5555'")
+    found: list[TcpAddress] = []
+    for url in filter(None, (url.strip() for url in urls)):
+        _, colon, port = url.rpartition(":")
+        if not colon or not port.isdigit():
+            raise ConfigError(f"{key}={value!r}: write the port too, as in 'tcp://localhost:5555'")
+        try:
+            address = parse_server_address(url, port)
+        except ConfigError as error:
+            raise ConfigError(f"{key}={value!r}: {error}") from error
+        if address in found:
+            raise ConfigError(f"{key}={value!r} names {address} twice: name each server once")
+        found.append(address)
+    if not found:
+        raise ConfigError(f"{key}={value!r} names no server: write one address or several")
+    return tuple(found)
 
 
 def _port_of(value: object, key: str = "port") -> int:

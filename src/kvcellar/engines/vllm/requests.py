@@ -198,9 +198,12 @@ class RequestState:
         if lora is not None and adapter is None:
             return None
         self.adapter = adapter
-        seed = request_seed(bound.namespace, adapter=adapter, cache_salt=request.cache_salt)
+        seeds = [
+            request_seed(part.namespace, adapter=adapter, cache_salt=request.cache_salt)
+            for part in bound.parts
+        ]
         items = [*_media_items(request), *_embedding_items(request, bound.chunk_tokens)]
-        return ChunkChain(seed, chunk_tokens=bound.chunk_tokens, items=items)
+        return ChunkChain(*seeds, chunk_tokens=bound.chunk_tokens, items=items)
 
 
 def _media_items(request: Any) -> list[SpanItem]:

@@ -14,22 +14,24 @@ from dataclasses import asdict
 from typing import Any
 
 from kvcellar.client.link import Link
-from kvcellar.client.options import ClientOptions, Identity
+from kvcellar.client.options import Identity
 from kvcellar.clock import Clock, SystemClock
 from kvcellar.engines.vllm.adapters import Adapters
 from kvcellar.engines.vllm.autostart import ensure_server
-from kvcellar.engines.vllm.binding import Binder, Bound
+from kvcellar.engines.vllm.binding import Binder, Bound, BoundPart
 from kvcellar.engines.vllm.exchange import Exchange
 from kvcellar.engines.vllm.fuse import Fuse
 from kvcellar.engines.vllm.gate import Gate
 from kvcellar.engines.vllm.gatekeeping import Gatekeeper
 from kvcellar.engines.vllm.groups import KVGroup, block_multiple
+from kvcellar.engines.vllm.headroom import Headroom
 from kvcellar.engines.vllm.holdings import Holdings
 from kvcellar.engines.vllm.identity import engine_fields
 from kvcellar.engines.vllm.loads import Loads
 from kvcellar.engines.vllm.lookups import Lookups
 from kvcellar.engines.vllm.metadata import ConnectorMetadata, JobResult, WorkerReport
 from kvcellar.engines.vllm.options import ConnectorOptions
+from kvcellar.engines.vllm.parts import Part, Split
 from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.requests import RequestState, read_wishes
@@ -63,7 +65,7 @@ class SchedulerHalf:
 
     Attributes:
         fuse: blown once something of ours failed.
-        holdings: leases and reservations at the server.
+        parts: the servers, and what is held there.
         pins: blocks that are kept from reuse.
         lookups: requests' questions and answers.
         loads: what the workers are to read.
@@ -80,7 +82,7 @@ class SchedulerHalf:
         wish_prefixes: tuple[str, ...] = ("kvcellar.",),
         hand_out: Callable[[Receipt], None] | None = None,
     ) -> None:
-        """Check what the engine is, name it, and begin to look for the server.
+        """Check what the engine is, name it, and begin to look for the servers.
 
         Args:
             vllm_config: vLLM's configuration, complete; its load failure policy is set here.
@@ -91,8 +93,10 @@ class SchedulerHalf:
 
         Raises:
             UnsupportedModelError: see `support`.
-            ConfigError: a weight file cannot be read, or `autostart` cannot be done.
+            ConfigError: a weight file cannot be read, `autostart` cannot be done, or the ranks
+                cannot be divided among the servers.
         """
+        split = Split.of(vllm_config, options)
         self._groups = require_supported(vllm_config, kv_cache_config)
         self._block_tokens = block_multiple(self._groups)
         fields = _engine_fields(vllm_config, self._groups)
@@ -118,21 +122,29 @@ class SchedulerHalf:
         self._adapters = Adapters()
         self.fuse = Fuse()
         self.pins = Pins()
-        self.holdings = Holdings(self._clock)
+        self._headroom = Headroom(
+            self._groups,
+            step_tokens=step_tokens,
+            free_blocks=self.pins.free,
+            clock=self._clock,
+        )
         self._server = ensure_server(options, clock=self._clock)
-        self._link = _make_link(vllm_config, options, self.holdings, self._clock)
-        self._wire(fields)
-        self._link.start()
+        self.parts = [
+            _make_part(vllm_config, split, index, self._clock) for index in range(split.part_count)
+        ]
+        self._wire(fields, split)
+        for part in self.parts:
+            part.link.start()
 
-    def _wire(self, engine: dict[str, FieldValue]) -> None:
+    def _wire(self, engine: dict[str, FieldValue], split: Split) -> None:
         clock = self._clock
-        self._exchange = Exchange(self._link, self.holdings, clock=clock)
+        self._exchange = Exchange(clock=clock)
         self._binder = Binder(
-            self._link,
+            self.parts,
             self._exchange,
             engine=engine,
             groups=self._groups,
-            ranks=self._ranks,
+            ranks=split.rank_count,
             clock=clock,
         )
         self.lookups = Lookups(
@@ -147,12 +159,12 @@ class SchedulerHalf:
         self.stores = Stores(
             self._binder,
             self._exchange,
-            self.holdings,
             pins=self.pins,
             new_job_id=lambda: next(self._job_ids),
             clock=clock,
         )
-        self._link.show_counts(lambda: asdict(self.stores.counts))
+        for part in self.parts:
+            part.link.show_counts(lambda: asdict(self.stores.counts))
 
     def bind_block_pool(self, pool: Any) -> None:
         """Take vLLM's block pool."""
@@ -182,7 +194,14 @@ class SchedulerHalf:
                 tokens = self.lookups.matched_tokens(state, computed_tokens)
                 if tokens:
                     tokens = self._choose(state, computed_tokens, tokens)
-                    state.load_stop = computed_tokens + tokens
+                if tokens:
+                    tokens = self._headroom.admit(
+                        state.request_id,
+                        computed_tokens=computed_tokens,
+                        found_tokens=tokens,
+                        prompt_tokens=int(request.num_tokens),
+                    )
+                state.load_stop = computed_tokens + (tokens or 0)
                 return tokens, bool(tokens)
         return 0, False
 
@@ -215,6 +234,8 @@ class SchedulerHalf:
             token_count=external_tokens,
         )
         with self.fuse:
+            rest_tokens = int(request.num_tokens) - state.load_stop
+            self._headroom.begin(state.request_id, rest_tokens=rest_tokens)
             chunks = -(-external_tokens // chunk_tokens)
             self.gatekeeper.begin_load(job_id, chunks * chunk_tokens)
 
@@ -257,6 +278,7 @@ class SchedulerHalf:
         """Forget a request that ended in whatever way; its copies run on."""
         with self.fuse:
             self.gatekeeper.leave(request.request_id)
+            self._headroom.end(request.request_id)
             state = self._states.pop(request.request_id, None)
             if state is not None:
                 self.lookups.drop(state)
@@ -267,7 +289,7 @@ class SchedulerHalf:
         return self.stores.is_awaited()
 
     def reset_cache(self) -> bool:
-        """Make every chunk stored so far unreachable for this engine, and clear it at the server.
+        """Make every chunk stored so far unreachable for this engine, and clear it at the servers.
 
         Returns:
             True: from now on all keys are others, whatever the server does. What runs at this
@@ -282,14 +304,14 @@ class SchedulerHalf:
                 state.may_save = False
             left = self._binder.renew(secrets.token_bytes(EPOCH_BYTES))
             log.info("cache reset; chunks stored before are not used any more")
-            if left is not None:
-                self._clear(left)
+            self._clear(left)
             return True
         return False
 
     def close(self) -> None:
-        """Say goodbye to the server; idempotent; takes less than a second."""
-        self._link.close()
+        """Say goodbye to the servers; idempotent; takes less than a second for each."""
+        for part in self.parts:
+            part.link.close()
 
     def _state(self, request: Any) -> RequestState:
         state = self._states.get(request.request_id)
@@ -341,6 +363,7 @@ class SchedulerHalf:
                 continue
             state.follow(block_ids, is_whole=is_whole, computed=computed)
             if is_whole:
+                self._headroom.end(request_id)
                 state.tokens_end = self._tokens_end(state)
             if is_measured:
                 self.gatekeeper.schedule(state, computed=computed, count=scheduled[request_id])
@@ -351,10 +374,11 @@ class SchedulerHalf:
                     self._offer(state, bound, computed_tokens=count)
 
     def _report(self, bound: Bound | None) -> None:
-        """Tell the server what the gate has decided, if there is something new."""
-        if bound is not None and self.gatekeeper.has_news(bound.session):
+        """Tell the servers what the gate has decided, if there is something new."""
+        if bound is not None and self.gatekeeper.has_news(bound):
             figures = self.gatekeeper.figures()
-            self._exchange.tell(bound.session, lambda id_: GateReport(id_, figures))
+            for line in bound.lines:
+                self._exchange.tell(line, lambda id_: GateReport(id_, figures))
 
     def _offer(self, state: RequestState, bound: Bound, *, computed_tokens: int) -> None:
         # Steps that are scheduled ahead count tokens that nobody has sampled yet.
@@ -372,13 +396,16 @@ class SchedulerHalf:
         wished = state.wishes.tokens_max
         return end if wished is None else min(end, wished)
 
-    def _clear(self, left: Bound) -> None:
+    def _clear(self, left: Sequence[BoundPart]) -> None:
+        spaces = {part.line.part.index: bytes(part.namespace) for part in left}
         try:
-            left.session.call(
-                lambda id_: Clear(id_, bytes(left.namespace)), timeout_s=CLEAR_TIMEOUT_S
+            self._exchange.insist(
+                [part.line for part in left],
+                lambda part, id_: Clear(id_, spaces[part]),
+                timeout_s=CLEAR_TIMEOUT_S,
             )
         except KVCellarError as error:
-            log.warning("the server still holds chunks of before the reset", reason=str(error))
+            log.warning("a server may hold chunks of before the reset", reason=str(error))
 
 
 def _engine_fields(vllm_config: Any, groups: Sequence[KVGroup]) -> dict[str, FieldValue]:
@@ -402,23 +429,14 @@ def _settle_failure_policy(transfer: Any, policy: str) -> None:
         )
 
 
-def _make_link(
-    vllm_config: Any, options: ConnectorOptions, holdings: Holdings, clock: Clock
-) -> Link:
-    return Link(
-        ClientOptions(
-            host=options.host,
-            port=options.port,
-            heartbeat_s=options.heartbeat_s,
-            timeout_s=options.timeout_s,
-        ),
-        Identity(
-            role=Role.SCHEDULER,
-            instance_id=str(vllm_config.kv_transfer_config.engine_id),
-            software=software(),
-            model=str(vllm_config.model_config.model),
-            world_size=int(vllm_config.parallel_config.world_size),
-        ),
-        clock=clock,
-        held=holdings.listed,
+def _make_part(vllm_config: Any, split: Split, index: int, clock: Clock) -> Part:
+    holdings = Holdings(clock)
+    identity = Identity(
+        role=Role.SCHEDULER,
+        instance_id=split.instance_id(vllm_config, index),
+        software=software(),
+        model=str(vllm_config.model_config.model),
+        world_size=split.rank_count,
     )
+    link = Link(split.client_options(index), identity, clock=clock, held=holdings.listed)
+    return Part(index, link, holdings)

@@ -157,9 +157,9 @@ class LoadSpeed:
         self._loads[job_id] = _Load(tokens, beside, sent_s, self.copy_s(tokens))
 
     def begin_store(self, job_id: int, tokens: int) -> None:
-        """Note a store that is given to the workers."""
+        """Note a store that is given to the workers; called for each part, the largest counts."""
         _bound(self._stores)
-        self._stores[job_id] = tokens
+        self._stores[job_id] = max(tokens, self._stores.get(job_id, 0))
 
     def end(
         self, job_id: int, *, copy_s: float, wait_s: float, size_bytes: int, is_good: bool

@@ -1,27 +1,26 @@
-"""Stores: chunks that a step completes are offered to the server, pinned, copied and let go.
+"""Stores: chunks that a step completes are offered to the servers, pinned, copied and let go.
 
 A chunk is offered in the step that computes its last token. Its blocks are pinned in that very
-call, so neither preemption nor the request's end can hand them to somebody else; then the server
-says which chunks are new and fit, the workers copy those, and the pins go when every rank has
-reported. What the server does not want is let go at once. A KV group that frees blocks as it goes
-still has what is kept of a chunk in that step; later it may not, and then its part is not offered:
-the ids that are remembered may be another request's. Used by the scheduler half on the engine's
-thread.
+call, so neither preemption nor the request's end can hand them to somebody else; then each server
+says which chunks are new to it and fit, the workers copy those, and the pins go when every rank has
+reported. What no server wants is let go at once. A KV group that frees blocks as it goes still has
+what is kept of a chunk in that step; later it may not, and then that is not offered: the ids that
+are remembered may be another request's. Used by the scheduler half on the engine's thread.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcellar.clock import Clock
-from kvcellar.engines.vllm.binding import Binder, Bound
+from kvcellar.engines.vllm.binding import Binder, Bound, BoundPart
 from kvcellar.engines.vllm.exchange import Exchange, Question
-from kvcellar.engines.vllm.holdings import Holdings
-from kvcellar.engines.vllm.metadata import JobResult, StoreJob, StorePart
+from kvcellar.engines.vllm.metadata import GroupStore, JobResult, StoreJob
 from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, PeerClosedError, TimeoutExpiredError
+from kvcellar.keys.chain import ChunkChain
 from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import OFFSET_BYTES, ChunkState, Reserve, ReserveReply
 
@@ -37,7 +36,9 @@ QUIET_S = 30.0
 
 @dataclass
 class StoreCounts:
-    """Chunks by what became of them, one counted for each KV group that keeps some of it.
+    """Chunks by what became of them; of several servers the one in the way decides.
+
+    Of a model with several KV groups a chunk counts for each that keeps some of it.
 
     Attributes:
         offered: named to the server.
@@ -61,11 +62,10 @@ class StoreCounts:
 
 
 class _Piece(NamedTuple):
-    """One KV group's part of one chunk: the chunk, the group's place, its key and its blocks."""
+    """What one KV group keeps of one chunk: the chunk, the group's place, its blocks."""
 
     chunk: int
     group: int
-    key: bytes
     block_ids: list[int]
 
 
@@ -74,8 +74,8 @@ class _Offer:
     state: RequestState
     bound: Bound
     first: int
+    chain: ChunkChain
     pieces: list[_Piece]
-    parent: bytes
     deadline_s: float
     turn: int = 0
     question: Question | None = None
@@ -83,9 +83,21 @@ class _Offer:
 
 @dataclass(eq=False)
 class _Store:
+    """What the answers make of an offer.
+
+    Attributes:
+        offer: what was offered.
+        parts: what each server reserved.
+        pinned: what some server reserved.
+        whole: what every server has once this is over.
+        reservations: the handles.
+    """
+
     offer: _Offer
-    reservation: int
-    pieces: list[_Piece]
+    parts: list[list[_Piece]]
+    pinned: list[_Piece] = field(default_factory=list)
+    whole: list[_Piece] = field(default_factory=list)
+    reservations: list[int] = field(default_factory=list)
 
 
 class Stores:
@@ -95,7 +107,6 @@ class Stores:
         self,
         binder: Binder,
         exchange: Exchange,
-        holdings: Holdings,
         *,
         pins: Pins,
         new_job_id: Callable[[], int],
@@ -103,7 +114,6 @@ class Stores:
     ) -> None:
         self._binder = binder
         self._exchange = exchange
-        self._holdings = holdings
         self._pins = pins
         self._new_job_id = new_job_id
         self._clock = clock
@@ -140,14 +150,14 @@ class Stores:
         room = self._pins.room()
         pieces: list[_Piece] = []
         for chunk in range(first, stop):
-            parts = self._parts(state, bound, chunk)
-            wanted = sum(len(part.block_ids) for part in parts)
+            found = self._pieces(state, bound, chunk)
+            wanted = sum(len(piece.block_ids) for piece in found)
             if wanted > room:
-                self.counts.crowded += (stop - chunk) * len(parts)
+                self.counts.crowded += (stop - chunk) * len(found)
                 stop = chunk
                 break
             room -= wanted
-            pieces += parts
+            pieces += found
         state.next_chunk = max(first, stop)
         if not pieces:
             return
@@ -156,15 +166,12 @@ class Stores:
         state.receipt.open_job()
         self._active_s = now_s
         self.counts.offered += len(pieces)
-        parent = bound.parents(bytes(chain.key(first - 1))) if first else b""
         deadline_s = now_s + RESERVE_TIMEOUT_S
-        self._offers.append(_Offer(state, bound, first, pieces, parent, deadline_s))
+        self._offers.append(_Offer(state, bound, first, chain, pieces, deadline_s))
 
-    def _parts(self, state: RequestState, bound: Bound, chunk: int) -> list[_Piece]:
-        """Return the parts of a chunk whose blocks all are the request's own at this moment."""
-        assert state.chain is not None
-        key = bytes(state.chain.key(chunk))
-        parts = []
+    def _pieces(self, state: RequestState, bound: Bound, chunk: int) -> list[_Piece]:
+        """Return what groups keep of a chunk in blocks that all are the request's own now."""
+        pieces = []
         for place, group in enumerate(bound.groups):
             kind = group.group
             is_there = (
@@ -177,30 +184,29 @@ class Stores:
                 and len(block_ids) == group.blocks
                 and self._pins.usable(block_ids) == group.blocks
             ):
-                parts.append(_Piece(chunk, place, group.keys(key), block_ids))
-        return parts
+                pieces.append(_Piece(chunk, place, block_ids))
+        return pieces
 
     def collect(self) -> list[StoreJob]:
-        """Return a job for each offer that the server has answered and wants something of."""
+        """Return the jobs of each offer that is answered and of which something is wanted."""
         for offer in self._offers:
             if offer.question is None:
                 self._send(offer)
-        jobs, waiting = [], []
+        jobs: list[StoreJob] = []
+        waiting = []
         for offer in self._offers:
             try:
-                reply = self._reply(offer)
+                replies = self._replies(offer)
             except KVCellarError as error:
                 self._binder.heed(offer.bound, error)
                 self.counts.lost += len(offer.pieces)
                 self._put_off(offer, offer.first)
                 self._let_go(offer)
                 continue
-            if reply is None:
+            if replies is None:
                 waiting.append(offer)
-                continue
-            job = self._start(offer, reply)
-            if job is not None:
-                jobs.append(job)
+            else:
+                jobs += self._start(offer, replies)
         self._offers = waiting
         return jobs
 
@@ -219,79 +225,94 @@ class Stores:
         if store is None:
             return False
         self._active_s = self._clock.monotonic_s()
-        for piece in reversed(store.pieces):
+        for piece in reversed(store.pinned):
             self._pins.let_go(piece.block_ids)
         bound, receipt = store.offer.bound, store.offer.state.receipt
-        self._holdings.end_reservation(bound.session, store.reservation)
+        for line, reservation in zip(bound.lines, store.reservations, strict=True):
+            line.part.holdings.end_reservation(line.session, reservation)
         if result.ranks_failed:
-            self.counts.failed += len(store.pieces)
+            self.counts.failed += len(store.whole)
         else:
-            self.counts.stored += len(store.pieces)
-        chunks = len({piece.chunk for piece in store.pieces})
+            self.counts.stored += len(store.whole)
+        chunks = len({piece.chunk for piece in store.whole})
         receipt.stored.add(result, token_count=chunks * bound.chunk_tokens)
         receipt.close_job()
         return True
 
     def _send(self, offer: _Offer) -> None:
         """Send an offer; where that cannot be done now, the next step tries again."""
-        keys = b"".join([piece.key for piece in offer.pieces])
-        groups = (
-            bytes(piece.group for piece in offer.pieces) if len(offer.bound.groups) > 1 else b""
-        )
-        parent, tenant = offer.parent, offer.state.tenant
-        offer.turn = turn = next(self._turns)
-        offer.question = self._exchange.ask(
-            offer.bound.session,
-            lambda id_: Reserve(id_, keys, parent, turn, tenant=tenant, groups=groups),
-            timeout_s=RESERVE_TIMEOUT_S,
-        )
+        bound, chain, first, turn = offer.bound, offer.chain, offer.first, next(self._turns)
+        tenant, offer.turn = offer.state.tenant, turn
+        has_groups = len(bound.groups) > 1
+        groups = bytes([piece.group for piece in offer.pieces]) if has_groups else b""
 
-    def _reply(self, offer: _Offer) -> ReserveReply | None:
+        def reserve(part: int, id_: int) -> Reserve:
+            keys = b"".join([_key(offer, piece, part) for piece in offer.pieces])
+            parent = bound.parents(chain.joined(max(0, first - 1), first, part=part))
+            return Reserve(id_, keys, parent, turn, tenant=tenant, groups=groups)
+
+        offer.question = self._exchange.ask(offer.bound.lines, reserve, timeout_s=RESERVE_TIMEOUT_S)
+
+    def _replies(self, offer: _Offer) -> list[ReserveReply] | None:
         if offer.question is None:
-            if not offer.bound.session.is_open:
+            if not offer.bound.is_open:
                 raise PeerClosedError("the connection is gone")
             if self._clock.monotonic_s() >= offer.deadline_s:
                 raise TimeoutExpiredError("the offer could not be sent")
             return None
-        reply = self._exchange.collect(offer.question)
-        assert reply is None or isinstance(reply, ReserveReply), type(reply)
-        return reply
-
-    def _start(self, offer: _Offer, reply: ReserveReply) -> StoreJob | None:
-        self._active_s = self._clock.monotonic_s()
-        taken = self._sort(offer, reply.states)
-        if not taken:
-            offer.state.receipt.close_job()
+        replies = self._exchange.collect(offer.question)
+        if replies is None:
             return None
-        bound = offer.bound
-        job = StoreJob(
-            job_id=self._new_job_id(),
-            request_id=offer.state.request_id,
-            boot_id=bound.session.boot_id,
-            reservation=reply.reservation,
-            writers=bound.writers(offer.turn),
-            parts=tuple(_store_parts(bound, taken, reply.offsets)),
-            fidelity=bound.session.welcome.fidelity,
-        )
-        self._running[job.job_id] = _Store(offer, reply.reservation, taken)
-        return job
+        found = [reply for reply in replies if isinstance(reply, ReserveReply)]
+        assert len(found) == len(replies), replies
+        return found
 
-    def _sort(self, offer: _Offer, states: bytes) -> list[_Piece]:
-        """Count the chunks by the server's word and let go of those that it does not want."""
-        taken, counts = [], self.counts
-        for piece, state in zip(offer.pieces, states, strict=True):
-            if state == ChunkState.RESERVED:
-                taken.append(piece)
-                continue
-            self._pins.let_go(piece.block_ids)
-            if state == ChunkState.PRESENT:
-                counts.present += 1
-            elif state == ChunkState.BUSY:
-                counts.busy += 1
+    def _start(self, offer: _Offer, replies: Sequence[ReserveReply]) -> list[StoreJob]:
+        """Return the job of each part, or none; a part may have nothing to do in it."""
+        self._active_s = self._clock.monotonic_s()
+        store = self._sort(offer, [reply.states for reply in replies])
+        if not store.pinned:
+            offer.state.receipt.close_job()
+            return []
+        store.reservations = [reply.reservation for reply in replies]
+        job_id = self._new_job_id()
+        self._running[job_id] = store
+        return [
+            StoreJob(
+                job_id=job_id,
+                request_id=offer.state.request_id,
+                boot_id=part.line.session.boot_id,
+                reservation=reply.reservation,
+                writers=part.writers(offer.turn),
+                groups=tuple(_group_stores(offer, part, pieces, reply.offsets)),
+                fidelity=part.line.session.welcome.fidelity,
+                part=part.line.part.index,
+            )
+            for part, reply, pieces in zip(offer.bound.parts, replies, store.parts, strict=True)
+        ]
+
+    def _sort(self, offer: _Offer, states: Sequence[bytes]) -> _Store:
+        """Count the chunks by the servers' words and let go of those that none of them wants."""
+        store, counts = _Store(offer, [[] for _ in states]), self.counts
+        for piece, words in zip(offer.pieces, zip(*states, strict=True), strict=True):
+            for pieces, word in zip(store.parts, words, strict=True):
+                if word == ChunkState.RESERVED:
+                    pieces.append(piece)
+            if ChunkState.RESERVED in words:
+                store.pinned.append(piece)
             else:
+                self._pins.let_go(piece.block_ids)
+            if ChunkState.FULL in words:
+                # Where it was reserved nevertheless it is stored: then the next offer is smaller.
                 counts.full += 1
                 self._put_off(offer, piece.chunk)
-        return taken
+            elif ChunkState.BUSY in words:
+                counts.busy += 1
+            elif ChunkState.RESERVED in words:
+                store.whole.append(piece)
+            else:
+                counts.present += 1
+        return store
 
     def _put_off(self, offer: _Offer, chunk: int) -> None:
         until_s = self._clock.monotonic_s() + PUT_OFF_S
@@ -303,18 +324,25 @@ class Stores:
         offer.state.receipt.close_job()
 
 
-def _store_parts(bound: Bound, taken: list[_Piece], offsets: bytes) -> Iterator[StorePart]:
-    """Yield what is to be written of each KV group; `offsets` has a chunk's shards together."""
-    width = bound.shard_count * OFFSET_BYTES
-    for group, kept in enumerate(bound.groups):
-        places = [place for place, piece in enumerate(taken) if piece.group == group]
+def _key(offer: _Offer, piece: _Piece, part: int) -> bytes:
+    return offer.bound.groups[piece.group].keys(offer.chain.key(piece.chunk, part=part))
+
+
+def _group_stores(
+    offer: _Offer, part: BoundPart, pieces: Sequence[_Piece], offsets: bytes
+) -> Iterator[GroupStore]:
+    """Yield what a part's ranks write of each KV group; `offsets` has a chunk's shards together."""
+    width = part.shard_count * OFFSET_BYTES
+    for group, kept in enumerate(offer.bound.groups):
+        places = [place for place, piece in enumerate(pieces) if piece.group == group]
         if places:
-            yield StorePart(
+            keys = [_key(offer, pieces[place], part.line.part.index) for place in places]
+            yield GroupStore(
                 group=kept.group.index,
-                keys=b"".join([taken[place].key for place in places]),
+                keys=b"".join(keys),
                 offsets=b"".join(
                     [offsets[place * width : (place + 1) * width] for place in places]
                 ),
-                block_ids=[id_ for place in places for id_ in taken[place].block_ids],
+                block_ids=[id_ for place in places for id_ in pieces[place].block_ids],
                 places=places,
             )

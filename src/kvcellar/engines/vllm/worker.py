@@ -11,8 +11,10 @@ import atexit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from kvcellar.client.link import Link
-from kvcellar.client.options import ClientOptions, Identity
+from kvcellar.client.options import Identity
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock, SystemClock
 from kvcellar.engines.copy import instruction_set, open_copier
@@ -20,6 +22,7 @@ from kvcellar.engines.pages import Copier, PageRun
 from kvcellar.engines.vllm.copying import Copying
 from kvcellar.engines.vllm.metadata import ConnectorMetadata, LoadJob, StoreJob, WorkerReport
 from kvcellar.engines.vllm.options import ConnectorOptions
+from kvcellar.engines.vllm.parts import Split
 from kvcellar.engines.vllm.regions import LayerTensor, find_runs, shard_layouts
 from kvcellar.engines.vllm.support import require_supported
 from kvcellar.engines.vllm.versions import software
@@ -56,8 +59,13 @@ class WorkerHalf:
         Raises:
             UnsupportedModelError: see `support`; vLLM makes the workers first, so this is where a
                 user reads it.
+            ConfigError: see `Split`.
         """
+        self._split = Split.of(vllm_config, options)
         require_supported(vllm_config, kv_cache_config)
+        self._part, self._seat = divmod(
+            int(vllm_config.parallel_config.rank), self._split.rank_count
+        )
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
@@ -87,6 +95,8 @@ class WorkerHalf:
             runs=groups,
             instruction_set=instruction_set(groups[0]),
         )
+        # As the server of this part of the ranks counts them.
+        layouts = tuple(msgspec.structs.replace(each, rank=self._seat) for each in layouts)
         link = self._make_link(layouts)
         self._copying = Copying(
             link,
@@ -102,7 +112,8 @@ class WorkerHalf:
         for group, (runs, layout) in enumerate(zip(groups, layouts, strict=True)):
             log.info(
                 "pages registered",
-                rank=layout.rank,
+                rank=int(self._vllm_config.parallel_config.rank),
+                server=str(self._split.options.servers[self._part]),
                 group=group,
                 runs=len(runs),
                 blocks=runs[0].block_count,
@@ -118,8 +129,8 @@ class WorkerHalf:
         """
         self.start_loads()
         self.start_stores()
-        self._loads = list(metadata.loads)
-        self._stores = list(metadata.stores)
+        self._loads = [job for job in metadata.loads if job.part == self._part]
+        self._stores = [job for job in metadata.stores if job.part == self._part]
         self._step = metadata.step
 
     def start_loads(self) -> None:
@@ -184,19 +195,14 @@ class WorkerHalf:
     def _make_link(self, layouts: tuple[ShardLayout, ...]) -> Link:
         config = self._vllm_config
         return Link(
-            ClientOptions(
-                host=self._options.host,
-                port=self._options.port,
-                heartbeat_s=self._options.heartbeat_s,
-                timeout_s=self._options.timeout_s,
-            ),
+            self._split.client_options(self._part),
             Identity(
                 role=Role.WORKER,
-                instance_id=str(config.kv_transfer_config.engine_id),
+                instance_id=self._split.instance_id(config, self._part),
                 software=software(),
                 model=str(config.model_config.model),
                 rank=layouts[0].rank,
-                world_size=int(config.parallel_config.world_size),
+                world_size=self._split.rank_count,
                 layouts=layouts,
             ),
             clock=self._clock,
