@@ -88,6 +88,7 @@ class Place:
 
     name = "engine"
     namespace = SPACE
+    spans = (0,)
     shard_bytes = (PAGE, PAGE)
 
 

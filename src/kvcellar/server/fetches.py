@@ -19,6 +19,7 @@ from kvcellar.errors import NotRegisteredError
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
 from kvcellar.protocol.messages import AwaitFetch, ChunkState, Lookup, LookupReply
 from kvcellar.protocol.tier_messages import Find, Found, Read, ReadDone, Run, TierAnswer
+from kvcellar.server.fetch_legs import Leg, Legs
 from kvcellar.server.instances import Client, Connection, Instance
 from kvcellar.server.tier_line import TierAsker
 from kvcellar.server.tier_meters import TierMeters
@@ -64,9 +65,9 @@ class _Fetch:
         handle: its name on the wire.
         client: for whom.
         namespace: of the keys.
-        shard_bytes: of a chunk of it.
+        legs: what is left to ask for.
         tenant: on whose account the chunks go.
-        keys: all keys of the lookup.
+        leg: what is being asked for; places are those of its keys.
         found: leading chunks that the lookup found.
         owner: the life of the tier process that it belongs to.
         at: the next chunk to ask for.
@@ -82,14 +83,14 @@ class _Fetch:
     handle: int
     client: Client
     namespace: NamespaceId
-    shard_bytes: tuple[int, ...]
+    legs: Legs
     tenant: str
-    keys: bytes
+    leg: Leg
     found: int
     owner: OwnerId
-    at: int
-    end: int
     began_s: float
+    at: int = 0
+    end: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
     out: int = 0
     came: list[bytes] = field(default_factory=list)
@@ -97,8 +98,12 @@ class _Fetch:
     is_reading: bool = False
     is_over: bool = False
 
+    @property
+    def shard_bytes(self) -> tuple[int, ...]:
+        return self.legs.sizes(self.leg)
+
     def key(self, index: int) -> bytes:
-        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+        return self.leg.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
 
 @dataclass(eq=False, slots=True)
@@ -202,14 +207,16 @@ class Fetches:
         assert instance.namespace is not None, instance.name
         if not self._has_place(len(keys)):
             return 0
+        legs = Legs(keys, instance.spans, instance.shard_bytes, found=found)
+        leg = legs.next(self._has)
+        if leg is None:
+            return 0
         self._last += 1
         fetch = _Fetch(
-            self._last, client, instance.namespace, instance.shard_bytes, lookup.tenant, keys,
-            found, owner, at=found, end=len(keys) // KEY_BYTES, began_s=self._clock.monotonic_s(),
+            self._last, client, instance.namespace, legs, lookup.tenant, leg, found, owner,
+            began_s=self._clock.monotonic_s(),
         )  # fmt: skip
-        if not self._asker.ask(
-            lambda id_: Find(id_, keys, found), lambda answer: self._found(fetch, answer)
-        ):
+        if not self._find(fetch, leg):
             return 0
         self._fetches[fetch.handle] = fetch
         self._keys_bytes += len(keys)
@@ -248,7 +255,26 @@ class Fetches:
 
     def _forget(self, fetch: _Fetch) -> None:
         if self._fetches.pop(fetch.handle, None) is not None:
-            self._keys_bytes -= len(fetch.keys)
+            self._keys_bytes -= len(fetch.legs.keys)
+
+    def _has(self, key: bytes) -> bool:
+        entry = self._store.catalog.entries.get(key)
+        return entry is not None and bool(entry.refs)
+
+    def _find(self, fetch: _Fetch, leg: Leg) -> bool:
+        """Ask how far the tiers reach in a leg."""
+        fetch.leg, fetch.at, fetch.end = leg, leg.start, len(leg.keys) // KEY_BYTES
+        fetch.runs = []
+        return self._asker.ask(
+            lambda id_: Find(id_, leg.keys, leg.start), lambda answer: self._found(fetch, answer)
+        )
+
+    def _end_leg(self, fetch: _Fetch) -> None:
+        """Go on with the next leg of a fetch; end it where there is none."""
+        fetch.legs.end(fetch.end)
+        leg = fetch.legs.next(self._has)
+        if leg is None or not self._find(fetch, leg):
+            self._end(fetch)
 
     def _found(self, fetch: _Fetch, answer: TierAnswer | None) -> None:
         if fetch.is_over:
@@ -257,7 +283,9 @@ class Fetches:
         fetch.runs = _ends(fetch.at, runs)
         fetch.end = min(fetch.end, fetch.runs[-1][0]) if fetch.runs else fetch.at
         if fetch.at >= fetch.end:
-            self._end(fetch)
+            self._end_leg(fetch)
+        elif fetch.is_reading:
+            self._go_on(fetch)
         else:
             self._queue.append(fetch)
             self._pump()
@@ -277,7 +305,10 @@ class Fetches:
             self._is_pumping = False
 
     def _go_on(self, fetch: _Fetch) -> None:
-        """Ask for the next batches; end the fetch where there are none."""
+        """Ask for the next batches; end the leg where there are none."""
+        if not fetch.runs:
+            # It is not known yet how far the tiers reach in this leg.
+            return
         while not fetch.is_over and fetch.at < fetch.end and fetch.out < BATCHES_AT_ONCE:
             other = self._reading.get(fetch.key(fetch.at))
             if other is not None:
@@ -287,21 +318,22 @@ class Fetches:
                 return
             self._read(fetch)
         if not fetch.is_over and fetch.at >= fetch.end and not fetch.out:
-            self._end(fetch)
+            self._end_leg(fetch)
 
     def _read(self, fetch: _Fetch) -> None:
         start, (stop, tier) = fetch.at, self._stretch(fetch)
-        keys = fetch.keys[start * KEY_BYTES : stop * KEY_BYTES]
+        keys = fetch.leg.keys[start * KEY_BYTES : stop * KEY_BYTES]
         try:
             reserved = self._store.reserve(
                 fetch.owner,
                 fetch.namespace,
                 keys,
-                parent=fetch.key(start - 1) if start else b"",
+                parent=fetch.legs.parents(fetch.leg, start),
                 writers=(fetch.owner,) * len(fetch.shard_bytes),
                 now_s=self._clock.monotonic_s(),
                 request=0,
                 tenant=fetch.tenant,
+                groups=fetch.legs.groups(fetch.leg, stop - start),
             )
         except NotRegisteredError:
             fetch.end = fetch.at
@@ -416,7 +448,7 @@ class Fetches:
                 self._store,
                 fetch.client.owner,
                 fetch.namespace,
-                fetch.keys,
+                fetch.legs.keys,
                 request=request_id,
                 found=fetch.found,
             )

@@ -152,7 +152,8 @@ class Requests:
         assert namespace is not None
         hit = self._store.lookup(client.owner, namespace, request.keys, request=request.id)
         fetch = 0
-        if hit.count * KEY_BYTES < len(request.keys) and self._node.tiers and request.fetch:
+        asked = len(request.keys) // KEY_BYTES // len(instance.spans)
+        if hit.count < asked and self._node.tiers and request.fetch:
             fetch = self._node.tiers.begin_fetch(client, instance, request, hit.count)
         self._meters.lookup_s.observe(self._clock.monotonic_s() - start_s)
         return LookupReply(request.id, hit.count, hit.lease, hit.refs, fetch)

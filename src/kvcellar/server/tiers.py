@@ -219,15 +219,14 @@ class Tiers:
             lookup: what it asked.
             found: leading chunks that are in the arena.
         """
-        if self._wipes or instance.spans != (0,):
-            # What is being removed must not come back. Chunks of several KV groups are not fetched.
+        if self._wipes:
+            # What is being removed must not come back.
             return 0
         return self.fetches.begin(client, self._owner, instance, lookup, found)
 
     def committed(self, reservation: Reservation) -> None:
         """Write chunks behind that have just become visible."""
-        if all(not group.span for group in reservation.namespace.groups):
-            self.writes.offer(self._owner if self.is_up else OwnerId(0), reservation)
+        self.writes.offer(self._owner if self.is_up else OwnerId(0), reservation)
 
     def set_quota(self, tenant: str, limit_bytes: int | None) -> None:
         """Bound what a tenant may hold in each tier, now and in later lives of their process."""

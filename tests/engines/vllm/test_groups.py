@@ -7,6 +7,7 @@ show. Run again under other releases of vLLM by `test_releases`.
 
 import random
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from tests.engines.vllm.cellar import Cellar
@@ -237,7 +238,8 @@ class TestRoom:
     def test_a_hit_waits_no_longer_than_is_bearable(self):
         clock, groups = FakeClock(), (KVGroup(0, 16), KVGroup(1, 16, window=40))
         free = [0]
-        room = Headroom(groups, step_tokens=64, free_blocks=lambda: free[0], clock=clock)
+        pins = SimpleNamespace(free=lambda: free[0])
+        room = Headroom(groups, step_tokens=64, pins=pins, clock=clock)
 
         def admit(found=160, prompt=200):
             return room.admit("b", computed_tokens=0, found_tokens=found, prompt_tokens=prompt)

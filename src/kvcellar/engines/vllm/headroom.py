@@ -8,10 +8,11 @@ runs, and nothing ever does (seen with vLLM 0.32). So a hit of such a model wait
 being loaded that it would leave too little to. Used by the scheduler half on the engine's thread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvcellar.clock import Clock
 from kvcellar.engines.vllm.groups import KVGroup
+from kvcellar.engines.vllm.pins import Pins
 
 __all__ = ["HOLD_S", "Headroom"]
 
@@ -27,7 +28,7 @@ class Headroom:
         groups: Sequence[KVGroup],
         *,
         step_tokens: int,
-        free_blocks: Callable[[], int],
+        pins: Pins,
         clock: Clock,
     ) -> None:
         """Hold nothing back yet.
@@ -35,12 +36,12 @@ class Headroom:
         Args:
             groups: the model's KV groups.
             step_tokens: the most tokens that a step of the engine computes.
-            free_blocks: blocks that vLLM could hand out now.
+            pins: know vLLM's pool.
             clock: for how long a hit has waited.
         """
         self._groups = groups
         self._step_tokens = step_tokens
-        self._free_blocks = free_blocks
+        self._pins = pins
         self._clock = clock
         self._is_needed = any(not group.is_whole for group in groups)
         self._needs: dict[str, int] = {}
@@ -65,7 +66,7 @@ class Headroom:
         stop = computed_tokens + found_tokens
         taken = sum(self._held_blocks(group, computed_tokens, stop) for group in self._groups)
         needed = sum(self._needs.values()) + self._step_blocks(prompt_tokens - stop)
-        if self._free_blocks() - taken >= needed:
+        if self._pins.free() - taken >= needed:
             return found_tokens
         now_s = self._clock.monotonic_s()
         is_patient = now_s - self._waits.setdefault(request_id, now_s) < HOLD_S

@@ -123,10 +123,7 @@ class SchedulerHalf:
         self.fuse = Fuse()
         self.pins = Pins()
         self._headroom = Headroom(
-            self._groups,
-            step_tokens=step_tokens,
-            free_blocks=self.pins.free,
-            clock=self._clock,
+            self._groups, step_tokens=step_tokens, pins=self.pins, clock=self._clock
         )
         self._server = ensure_server(options, clock=self._clock)
         self.parts = [
