@@ -6,7 +6,7 @@ import json
 from hypothesis import strategies as st
 
 from kvcellar.keys.chain import ChunkChain, SpanItem
-from kvcellar.keys.digest import engine_digest, namespace_fields, namespace_id, request_seed
+from kvcellar.keys.digest import engine_digest, namespace_id, request_seed
 from kvcellar.layout.shard import PageRegion, ShardLayout, Vectors
 
 
@@ -43,13 +43,11 @@ class Situation:
         )
         return namespace_id(
             engine,
-            namespace_fields(
-                layouts=[layout.fingerprint() for layout in self.layouts],
-                chunk_tokens=self.chunk_tokens,
-                fidelity=self.fidelity,
-                epoch=self.epoch,
-                part=self.part,
-            ),
+            layouts=[layout.fingerprint() for layout in self.layouts],
+            chunk_tokens=self.chunk_tokens,
+            fidelity=self.fidelity,
+            epoch=self.epoch,
+            part=self.part,
         )
 
     def keys(self):

@@ -16,7 +16,6 @@ from kvcellar.keys.digest import (
     RequestSeed,
     engine_digest,
     field_digests,
-    namespace_fields,
     namespace_id,
     request_seed,
 )
@@ -53,13 +52,11 @@ def _fields(given):
 def _namespace(given):
     return namespace_id(
         EngineDigest(bytes.fromhex(given["engine"])),
-        namespace_fields(
-            layouts=[bytes.fromhex(layout) for layout in given["layouts"]],
-            chunk_tokens=given["chunk_tokens"],
-            fidelity=given["fidelity"],
-            epoch=bytes.fromhex(given["epoch"]),
-            part=tuple(given.get("part", (0, 1))),
-        ),
+        layouts=[bytes.fromhex(layout) for layout in given["layouts"]],
+        chunk_tokens=given["chunk_tokens"],
+        fidelity=given["fidelity"],
+        epoch=bytes.fromhex(given["epoch"]),
+        part=tuple(given.get("part", (0, 1))),
     )
 
 

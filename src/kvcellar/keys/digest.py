@@ -62,13 +62,29 @@ def field_digests(fields: Mapping[str, FieldValue]) -> dict[str, str]:
     }
 
 
-def namespace_id(engine: EngineDigest, fields: Mapping[str, FieldValue]) -> NamespaceId:
-    """Return the namespace in which an engine's chunks live.
+def namespace_id(
+    engine: EngineDigest,
+    *,
+    layouts: list[bytes],
+    chunk_tokens: int,
+    fidelity: str,
+    epoch: bytes,
+    part: tuple[int, int] = (0, 1),
+) -> NamespaceId:
+    """Return the namespace in which this engine's chunks live.
 
     Args:
         engine: see `engine_digest`.
-        fields: see `namespace_fields`.
+        layouts: each shard's layout fingerprint, in shard order; their number and order count.
+        chunk_tokens: tokens a chunk.
+        fidelity: the lossiest form that any tier on the way may give back ("exact").
+        epoch: empty, or the value that the last cache reset made (weights may have changed).
+        part: which of how many parts of the engine's ranks these shards are of, from 0; one
+            for each server that it uses.
     """
+    fields = namespace_fields(
+        layouts=layouts, chunk_tokens=chunk_tokens, fidelity=fidelity, epoch=epoch, part=part
+    )
     return NamespaceId(
         _digest(b"kvcellar-namespace-1", _encode_fields({**fields, "engine": bytes(engine)}))
     )
@@ -82,27 +98,18 @@ def namespace_fields(
     epoch: bytes,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, FieldValue]:
-    """Return what a namespace is made of beside the engine.
-
-    Args:
-        layouts: each shard's layout fingerprint, in shard order; their number and order count.
-        chunk_tokens: tokens a chunk.
-        fidelity: the lossiest form that any tier on the way may give back ("exact").
-        epoch: empty, or the value that the last cache reset made (weights may have changed).
-        part: which of how many parts of the engine's ranks these shards are of, from 0; one
-            for each server that it uses.
-    """
+    """Return what a namespace is made of beside the engine; see `namespace_id`."""
     fields: dict[str, FieldValue] = {
         "chunk_tokens": chunk_tokens,
         "fidelity": fidelity,
         "epoch": epoch,
         "shard_count": len(layouts),
     }
-    index, count = part
+    fields.update({f"layout.{index}": layout for index, layout in enumerate(layouts)})
+    place, count = part
     if count > 1:
         # One part has no name: what was stored and published before there were several holds.
-        fields["part"] = f"{index}/{count}"
-    fields.update({f"layout.{place}": layout for place, layout in enumerate(layouts)})
+        fields["part"] = f"{place}/{count}"
     return fields
 
 

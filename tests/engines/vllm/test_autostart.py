@@ -132,10 +132,6 @@ def test_an_engine_of_lmcaches_name_may_use_lmcaches_flags(options):
     ("change", "part"),
     [
         ({"servers": (TcpAddress("10.0.0.7", 5555),)}, "kvcellar.host is '10.0.0.7'"),
-        (
-            {"servers": (TcpAddress("localhost", 1), TcpAddress("localhost", 2))},
-            "kvcellar.server_urls names 2: start them beforehand",
-        ),
         ({"autostart_server_args": "--port 7000"}, "has --port"),
         ({"autostart_server_args": "--http-host=0.0.0.0"}, "has --http-host=0.0.0.0"),
         ({"autostart_server_args": "--instance-id 'a"}, "No closing quotation"),

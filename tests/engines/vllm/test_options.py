@@ -59,6 +59,13 @@ def test_several_servers_are_a_list_or_a_text_and_win_over_host_and_port(value):
     assert read_options(both).servers == (TcpAddress("a", 1), TcpAddress("b", 2))
 
 
+def test_several_servers_are_not_started_by_the_engine():
+    both = {"kvcellar.server_urls": "a:1,b:2", "kvcellar.autostart": True}
+    with pytest.raises(ValueError, match=r"autostart starts one server, .*server_urls names 2: "):
+        read_options(both)
+    assert read_options({**both, "kvcellar.server_urls": "a:1"}).autostart
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [

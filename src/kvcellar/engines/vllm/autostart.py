@@ -102,11 +102,6 @@ def _pass_on(process: subprocess.Popen[bytes], said: deque[str]) -> None:
 
 
 def _server_words(options: ConnectorOptions) -> list[str]:
-    if len(options.servers) > 1:
-        raise ConfigError(
-            f"kvcellar.autostart starts one server, but kvcellar.server_urls names "
-            f"{len(options.servers)}: start them beforehand, or leave one of the two out"
-        )
     server = options.servers[0]
     if server.host not in _LOCAL_HOSTS:
         raise ConfigError(

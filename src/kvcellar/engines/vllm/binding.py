@@ -222,14 +222,23 @@ class _Names:
         self, shards: Sequence[ShardLayout], *, chunk_tokens: int, fidelity: str, part: int
     ) -> tuple[NamespaceId, dict[str, str]]:
         """Return the namespace of a part's shards, and the digests of all its fields."""
-        fields = namespace_fields(
-            layouts=[layout.fingerprint() for layout in shards],
+        prints, place = [layout.fingerprint() for layout in shards], (part, self.part_count)
+        namespace = namespace_id(
+            self.engine,
+            layouts=prints,
             chunk_tokens=chunk_tokens,
             fidelity=fidelity,
             epoch=self.epoch,
-            part=(part, self.part_count),
+            part=place,
         )
-        return namespace_id(self.engine, fields), {**self.engine_fields, **field_digests(fields)}
+        fields = namespace_fields(
+            layouts=prints,
+            chunk_tokens=chunk_tokens,
+            fidelity=fidelity,
+            epoch=self.epoch,
+            part=place,
+        )
+        return namespace, {**self.engine_fields, **field_digests(fields)}
 
 
 @dataclass(eq=False)

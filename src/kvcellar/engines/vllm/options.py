@@ -121,7 +121,13 @@ def options_from(given: Mapping[str, tuple[str, object]]) -> ConnectorOptions:
             )
         values[field], keys[field] = checked, key
     alone = _one_server(values.pop("host", _HOST), values.pop("port", _PORT), keys)
-    values["servers"] = values.pop("server_urls", (alone,))
+    servers = values.pop("server_urls", (alone,))
+    if isinstance(servers, tuple) and len(servers) > 1 and values.get("autostart"):
+        raise ConfigError(
+            f"{keys['autostart']} starts one server, but {keys['server_urls']} names "
+            f"{len(servers)}: start them beforehand, or leave one of the two out"
+        )
+    values["servers"] = servers
     # Each value was checked against its field just now, which the type checker cannot see.
     return ConnectorOptions(**values)  # type: ignore[arg-type]
 
