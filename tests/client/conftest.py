@@ -14,7 +14,7 @@ from kvcellar.protocol.messages import Role
 
 LAYOUT = ShardLayout(0, 16, (PageRegion("layer.0", 4096),), "test")
 SCHEDULER = Identity(Role.SCHEDULER, "instance", "test")
-WORKER = Identity(Role.WORKER, "instance", "test", layout=LAYOUT)
+WORKER = Identity(Role.WORKER, "instance", "test", layouts=(LAYOUT,))
 
 
 @pytest.fixture

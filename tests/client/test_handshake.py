@@ -32,7 +32,7 @@ def test_the_server_learns_who_connected_and_gets_its_pidfd(connect, server):
     connect(WORKER)
     (hello,) = server.wait_for("hello")
     assert hello.role == Role.WORKER
-    assert hello.layout == WORKER.layout
+    assert hello.layouts == WORKER.layouts
     assert hello.pid == os.getpid()
     assert len(hello.client_id) == 16
     assert server.pids == [os.getpid()]

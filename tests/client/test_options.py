@@ -47,7 +47,7 @@ def test_a_wrong_option_is_named(field, value):
         ({"rank": 1}, "rank=1"),
         ({"rank": -1}, "rank=-1"),
         ({"role": "worker"}, "layout"),
-        ({"layout": LAYOUT}, "layout"),
+        ({"layouts": (LAYOUT,)}, "layout"),
     ],
 )
 def test_a_wrong_identity_is_named(fields, named):
@@ -56,7 +56,7 @@ def test_a_wrong_identity_is_named(fields, named):
 
 
 def test_the_hello_says_who_the_client_is():
-    identity = Identity("worker", "i", "s", model="m", rank=1, world_size=2, layout=LAYOUT)
+    identity = Identity("worker", "i", "s", model="m", rank=1, world_size=2, layouts=(LAYOUT,))
     assert identity.hello(7, client_id=b"c" * 16, pid=99) == Hello(
-        7, PROTOCOL_VERSION, "worker", b"c" * 16, "i", 99, "s", "m", 1, 2, LAYOUT
+        7, PROTOCOL_VERSION, "worker", b"c" * 16, "i", 99, "s", "m", 1, 2, (LAYOUT,)
     )

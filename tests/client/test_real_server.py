@@ -29,7 +29,7 @@ class Engine:
         self.boots = []
         self.worker = Link(
             options,
-            Identity(Role.WORKER, "engine", "test", layout=LAYOUT),
+            Identity(Role.WORKER, "engine", "test", layouts=(LAYOUT,)),
             clock=SystemClock(),
         )
         self.scheduler = Link(
@@ -60,7 +60,7 @@ class Engine:
             return beat is not None and beat.layouts and beat.steps_ready
 
         until(is_known, 10.0)
-        session.call(lambda i: Bind(i, NAMESPACE, 16, (LAYOUT.shard_bytes(16),)), timeout_s=5.0)
+        session.call(lambda i: Bind(i, NAMESPACE, 16, (LAYOUT.shard_bytes(1),)), timeout_s=5.0)
         return session
 
     def reserve(self, session):

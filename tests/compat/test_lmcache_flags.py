@@ -32,6 +32,7 @@ SERVER = """
 --script-allowed-imports
 --no-run-script-api-enabled
 --no-separate-object-groups
+--separate-object-groups
 --worker-reap-timeout-seconds 120
 --session-ttl-seconds 600
 --worker-registration-grace-seconds 3600
@@ -90,7 +91,6 @@ WITHOUT_DEFAULT = [
     "--server-module",
     "--isolated-ipc",
     "--run-script-api-enabled",
-    "--separate-object-groups",
     "--enable-segmented-prefix",
     "--enable-dedup-content",
     "--enable-blend-reorder",

@@ -58,6 +58,9 @@ def _run(case: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 def _serve(llm: Any, case: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     core, loaded = llm.llm_engine.engine_core.engine_core, _loaded_chunks(job)
     stored = _objects(job) + case["objects"]
+    # A request that comes before the server knows the engine is computed, after a second at most.
+    binder = core.scheduler.connector._scheduler._binder
+    _wait(lambda: binder.current() is not None, "a namespace")
     answers = [_ask(llm, core, prompt) for prompt in _prompts(case)]
     _wait(lambda: _objects(job) == stored, f"{stored} objects")
     return {"answers": answers, "loaded_chunks": _loaded_chunks(job) - loaded}

@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["KINDS", "are_written"]
 
-_FORMAT = "2"  # Raised whenever the files' content changes, so that old folders are made anew.
+_FORMAT = "3"  # Raised whenever the files' content changes, so that old folders are made anew.
 _COMMON: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -40,13 +40,11 @@ def _kind(architecture: str, model_type: str, **own: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "gqa": _kind("LlamaForCausalLM", "llama"),
-    "chunked": _kind(
+def _chunked(**own: Any) -> dict[str, Any]:
+    return _kind(
         "Llama4ForCausalLM",
         "llama4_text",
         num_hidden_layers=4,
-        attention_chunk_size=256,
         no_rope_layers=[1, 1, 1, 0],
         layer_types=["chunked_attention"] * 3 + ["full_attention"],
         interleave_moe_layer_step=8,
@@ -54,7 +52,23 @@ KINDS: dict[str, dict[str, Any]] = {
         num_local_experts=2,
         attn_temperature_tuning=False,
         use_qk_norm=False,
+        **own,
+    )
+
+
+_WINDOW = "sliding_attention"
+KINDS: dict[str, dict[str, Any]] = {
+    "gqa": _kind("LlamaForCausalLM", "llama"),
+    # Several KV groups: vLLM's Llama reads what Gemma's and gpt-oss's configurations say.
+    "windows": _kind(
+        "LlamaForCausalLM",
+        "llama",
+        num_hidden_layers=4,
+        sliding_window=96,
+        layer_types=[_WINDOW, "full_attention", _WINDOW, _WINDOW],
     ),
+    "chunked": _chunked(attention_chunk_size=256),
+    "chunked-widely": _chunked(attention_chunk_size=768),
     "recurrent": _kind(
         "Qwen3NextForCausalLM",
         "qwen3_next",

@@ -54,7 +54,7 @@ class Peek:
         region = PageRegion("peek", self._shard_bytes[0])
         layout = ShardLayout(0, CHUNK_TOKENS, (region,), "peek")
         self._worker = _connect(
-            cellar, Identity(Role.WORKER, name, "peek", world_size=ranks, layout=layout)
+            cellar, Identity(Role.WORKER, name, "peek", world_size=ranks, layouts=(layout,))
         )
         self._scheduler = _connect(cellar, Identity(Role.SCHEDULER, name, "peek", world_size=ranks))
         self._scheduler.call(

@@ -24,10 +24,16 @@ pytestmark = [
 
 DRIVE_S = 900.0
 # Without processes of its own the engine's failure at start is an exception that can be read.
-ENVIRONMENT = {**DEVICE.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENVIRONMENT = {
+    **DEVICE.environment,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # vLLM would give local attention full-length KV, which is quicker, unless it is asked not to.
+    "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "1",
+}
 FOLDER = ROOT / ".stack" / "kinds"
 ONE_GROUP = "disable_hybrid_kv_cache_manager"
-FLAG = "--disable-hybrid-kv-cache-manager"
+# Steps of a chunk each, so that windows have given blocks away long before the prompt's end.
+STEPS = {"max_num_batched_tokens": 256, "block_size": 32}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
@@ -62,9 +68,22 @@ KEPT = [
     ),
     case("sharing", "sharing", lengths=[700], hits=[512], objects=2, loads=2),
     case("chunked", "chunked", lengths=[700], hits=[512], objects=2, loads=2, **{ONE_GROUP: True}),
+    # A full group and three windows of 96 tokens, of which a hit needs only the last chunk's.
+    case("windows", "windows", lengths=[700], hits=[512], objects=8, loads=5, **STEPS),
+    # Chunks end where spans of local attention do, so that nothing of these is needed …
+    case("local-spans", "chunked", lengths=[700], hits=[512], objects=2, loads=2, **STEPS),
+    # … or inside of one: the first prompt's hit needs both chunks of it, the second's none.
+    case(
+        "wide-local-spans",
+        "chunked-widely",
+        lengths=[700, 1000],
+        hits=[512, 768],
+        objects=20,
+        loads=11,
+        **STEPS,
+    ),
 ]
 REFUSED = [
-    case("chunked-in-groups", "chunked", says=["ChunkedLocalAttentionSpec: model.layers.0.", FLAG]),
     case("recurrent", "recurrent", says=["MambaSpec: model.layers.0.", "without"]),
     case(
         "draft-model",

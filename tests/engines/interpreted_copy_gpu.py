@@ -119,6 +119,29 @@ def test_pages_of_a_damaged_chunk_and_of_those_behind_it_are_zero(damaged):
         assert np.array_equal(got, wanted[index]) if index < damaged else not got.any()
 
 
+def test_copiers_beside_one_another_share_staging_and_each_moves_its_own_pages():
+    """As for the KV groups of a model: one after the other in each direction, of any sizes."""
+    engines = [Engine([4096] * count, block_count=8, gap=0, seed=count) for count in (1, 3)]
+    first = open_gpu_copier(engines[0].runs, piece_bytes=4096)
+    copiers = [first, open_gpu_copier(engines[1].runs, piece_bytes=4096, beside=first)]
+    assert copiers[1]._store_side is first._store_side
+    kept = []
+    for engine, copier in zip(engines, copiers, strict=True):
+        chunks = engine.chunks(3, 2)
+        slots = [np.zeros(2 * engine.block_bytes, np.uint8) for _ in chunks]
+        sums = copier.store(chunks, slots, fidelity=EXACT, after=None)
+        kept.append((chunks, slots, sums, [engine.slot_of(blocks) for blocks in chunks]))
+    for engine, copier, (chunks, slots, sums, wanted) in zip(engines, copiers, kept, strict=True):
+        good = copier.load(
+            slots, chunks[::-1], is_sealed=lambda i, value, s=sums: value == s[i],
+            fidelity=EXACT, after=None,
+        )  # fmt: skip
+        assert good == 3
+        for blocks, want, slot in zip(chunks[::-1], wanted, slots, strict=True):
+            assert np.array_equal(engine.slot_of(blocks), want)
+            assert np.array_equal(slot, want)
+
+
 def test_a_block_that_does_not_exist_is_an_error_before_anything_is_copied():
     engine = Engine([4096], block_count=4, gap=0, seed=1)
     copier = open_gpu_copier(engine.runs)
@@ -225,7 +248,7 @@ def test_int8_is_what_numpy_computes_and_comes_back_near(  # noqa: PLR0917 - dra
         engine.runs, vectors=engine.vectors, block_tokens=tokens, piece_bytes=1
     )
     size = copier.shard_bytes(width, fidelity=INT8)
-    assert size == engine.layout.shard_bytes(width * tokens, fidelity=INT8)
+    assert size == engine.layout.shard_bytes(width, fidelity=INT8)
     slots = [np.zeros(size, np.uint8) for _ in chunks]
 
     sums = copier.store(chunks, slots, fidelity=INT8, after=None)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvcellar.keys.chain import ChunkChain, SpanItem
 from kvcellar.keys.digest import (
+    KEY_BYTES,
     EngineDigest,
     NamespaceId,
     RequestSeed,
@@ -18,6 +19,7 @@ from kvcellar.keys.digest import (
     namespace_id,
     request_seed,
 )
+from kvcellar.keys.groups import group_keys
 from kvcellar.layout.shard import PageRegion, ShardLayout, Vectors
 
 PATH = Path(__file__).parents[2] / "docs" / "vectors.json"
@@ -77,6 +79,11 @@ def _keys(given):
     return [chain.key(index).hex() for index in range(chain.count)]
 
 
+def _group_keys(given):
+    keys = group_keys(bytes.fromhex("".join(given["keys"])), given["group"]).hex()
+    return [keys[at : at + 2 * KEY_BYTES] for at in range(0, len(keys), 2 * KEY_BYTES)]
+
+
 KINDS = {
     "layout fingerprint": _layout,
     "engine digest": _engine,
@@ -84,6 +91,7 @@ KINDS = {
     "namespace": _namespace,
     "request seed": _seed,
     "chunk keys": _keys,
+    "keys of a KV group": _group_keys,
 }
 
 

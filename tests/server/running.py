@@ -153,7 +153,7 @@ class RunningServer:
             model=MODEL,
             rank=rank,
             world_size=world_size,
-            layout=layout(rank) if role == Role.WORKER else None,
+            layouts=(layout(rank),) if role == Role.WORKER else (),
             **more,
         )
         options = ClientOptions(host="localhost", port=self.port)

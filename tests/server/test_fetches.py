@@ -90,6 +90,7 @@ class Place:
 
     name = "engine"
     namespace = SPACE
+    spans = (0,)
     shard_bytes = (PAGE, PAGE)
 
 
@@ -137,8 +138,12 @@ class World:
     def prefetch(self, names):
         """Begin a prefetch; return a list that gets an entry when it is over."""
         keys, over = joined(" ".join(names)), []
-        prefix = Prefix(SPACE, (PAGE, PAGE), "", keys, count_leading(self.bed.store, SPACE, keys))
-        assert self.fetches.prefetch(self.process, prefix, lambda: over.append(True))
+        found = count_leading(self.bed.store, SPACE, keys)
+        prefix = Prefix(SPACE, (PAGE, PAGE), (0,), "", keys, found)
+        is_begun = self.fetches.prefetch(self.process, prefix, lambda: over.append(True))
+        assert is_begun == (found < len(names))
+        if not is_begun:
+            over.append(True)
         self.bed.check()
         return over
 

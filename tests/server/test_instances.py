@@ -23,7 +23,7 @@ def hello(role, *, instance="engine", rank=0, world_size=2, pid=1):
         software="test",
         rank=rank,
         world_size=world_size,
-        layout=layout(rank) if role == Role.WORKER else None,
+        layouts=(layout(rank),) if role == Role.WORKER else (),
     )
 
 

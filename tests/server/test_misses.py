@@ -50,7 +50,7 @@ class World:
 
     def bound(self, space, instance="engine", **fields):
         facts = NamespaceFacts(
-            instance, "a-model", 1, CHUNK, (64,), {"cache.dtype": "aa", **fields}
+            instance, "a-model", 1, CHUNK, (64,), (0,), {"cache.dtype": "aa", **fields}
         )
         self.recent.note_namespace(space, facts)
 

@@ -159,11 +159,11 @@ def test_nobody_elsewhere_and_nobody_without_the_token_may_prefetch(server, tmp_
 class Store:
     """An arena that holds nothing."""
 
-    class catalog:  # noqa: N801 - as the store's attribute.
-        entries = {}  # noqa: RUF012 - stays empty.
-
     def bind(self, *_):
         pass
+
+    def namespace(self, _):
+        return None
 
 
 class Tiers:
@@ -185,7 +185,7 @@ class Node:
     def __init__(self):
         self.clock = FakeClock()
         self.recent = Recent()
-        self.recent.note_namespace(namespace(), NamespaceFacts("i", MODEL, 1, 16, (64,), {}))
+        self.recent.note_namespace(namespace(), NamespaceFacts("i", MODEL, 1, 16, (64,), (0,), {}))
         self.store = Store()
         self.tiers = Tiers()
 

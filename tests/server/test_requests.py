@@ -78,7 +78,7 @@ def client(made, role):
         instance_id="engine",
         pid=1,
         software="test",
-        layout=layout(0) if role == Role.WORKER else None,
+        layouts=(layout(0),) if role == Role.WORKER else (),
     )
     return made.admit(hello, pidfd=None, connection=Open())[0]
 

@@ -60,8 +60,8 @@ class Bed:
         self._owners += 1
         return OwnerId(self._owners)
 
-    def instance(self, *shard_pages, space=SPACE, tenant=""):
-        return Instance(self, shard_pages or (1,), space, tenant)
+    def instance(self, *shard_pages, space=SPACE, tenant="", spans=(0,)):
+        return Instance(self, shard_pages or (1,) * len(spans), space, tenant, spans)
 
     def limit(self, tenant, pages):
         """Give a tenant a quota, as far as the store goes."""
@@ -93,19 +93,22 @@ class Bed:
 
 
 class Instance:
-    """A scheduler half and a worker half for each rank."""
+    """A scheduler half and a worker half for each rank.
 
-    def __init__(self, bed, shard_pages, space, tenant=""):
+    With several KV groups the shards' pages come group after group.
+    """
+
+    def __init__(self, bed, shard_pages, space, tenant="", spans=(0,)):
         self.bed = bed
         self.tenant = tenant
         self.store = bed.store
         self.space = space
-        self.store.bind(space, tuple(pages * PAGE for pages in shard_pages))
+        self.store.bind(space, tuple(pages * PAGE for pages in shard_pages), spans)
         self.scheduler = bed.owner()
-        self.workers = tuple(bed.owner() for _ in shard_pages)
+        self.workers = tuple(bed.owner() for _ in range(len(shard_pages) // len(spans)))
         self.requests = 0
 
-    def reserve(self, names, parent="", *, now_s=0.0):
+    def reserve(self, names, parent="", *, now_s=0.0, groups=b""):
         self.requests += 1
         reserved = self.store.reserve(
             self.scheduler,
@@ -116,6 +119,7 @@ class Instance:
             now_s=now_s,
             request=self.requests,
             tenant=self.tenant,
+            groups=groups,
         )
         self.bed.check()
         return reserved
@@ -143,9 +147,9 @@ class Instance:
         self.store.cancel(self.scheduler, reserved.reservation)
         self.bed.check()
 
-    def put(self, names, parent="", *, now_s=0.0):
+    def put(self, names, parent="", *, now_s=0.0, groups=b""):
         """Store chunks; return what was reserved."""
-        reserved = self.reserve(names, parent, now_s=now_s)
+        reserved = self.reserve(names, parent, now_s=now_s, groups=groups)
         if reserved.reservation:
             outcomes = [self.commit(reserved, rank) for rank in range(len(self.workers))]
             assert outcomes[-1] == VISIBLE

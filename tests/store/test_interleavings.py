@@ -1,6 +1,8 @@
 """Clients of three instances come, copy, stall, die and report late, in every order.
 
-Two instances share a namespace with one shard a chunk, a third has two shards of other sizes.
+Two instances share a namespace with one shard a chunk, a third has two shards of other sizes, and
+a fourth has three KV groups: one that needs all chunks, one with a window of two, one with local
+spans of three.
 """
 
 from hypothesis import settings
@@ -10,8 +12,8 @@ from tests.store.world import PAGE, STEPS, WRITER_ALONE_S, Party, World, prefixe
 
 from kvcellar.store.policies import LRU, IsolatedLRU
 
-ONE, TWO = b"A" * 32, b"B" * 32
-PARTIES = st.integers(0, 2)
+ONE, TWO, GROUPED = b"A" * 32, b"B" * 32, b"C" * 32
+PARTIES = st.integers(0, 3)
 # Few ways through the tree, so that clients meet each other on them.
 BITS = st.sampled_from(["0", "00", "000", "0000", "000000", "001", "00111", "01", "011", "1", "11"])
 STARTS = st.sampled_from([0, 0, 0, 1, 2])
@@ -33,6 +35,7 @@ class Lives(RuleBasedStateMachine):
             Party(self.world, ONE, (2,), "a"),
             Party(self.world, ONE, (2,), "a"),
             Party(self.world, TWO, (3, 5), "b"),
+            Party(self.world, GROUPED, (1, 1, 2), "c", spans=(0, 2, -3)),
         ]
         self.world.add_step()
         self.late = []  # heartbeats that are made but have not arrived
@@ -219,7 +222,7 @@ class Lives(RuleBasedStateMachine):
             del self.world.complete[name]
 
     @precondition(lambda self: self.world.complete)
-    @rule(space=st.sampled_from([ONE, TWO, None]), is_meant=st.booleans())
+    @rule(space=st.sampled_from([ONE, TWO, GROUPED, None]), is_meant=st.booleans())
     def clear(self, space, is_meant):
         """Half as often as the rest, for it ends most of what makes a history interesting."""
         if is_meant:

@@ -44,11 +44,11 @@ FAULTS = {
     "a child is not counted": lambda store: _change(_entry(store, "a"), "children", -1),
     "a child is counted twice": lambda store: _change(_entry(store, "a"), "children", 1),
     "an entry is kept for nothing": lambda store: store.catalog.link(
-        key("x"), _entry(store, "a").namespace, parent=b"", tenant=_entry(store, "a").tenant
+        key("x"), _entry(store, "a").group, parent=b"", tenant=_entry(store, "a").tenant
     ),
     "an entry has another's key": lambda store: setattr(_entry(store, "c"), "key", key("x")),
     "a parent is not there": lambda store: setattr(_entry(store, "c"), "parent", key("x")),
-    "a namespace miscounts": lambda store: _change(_entry(store, "a").namespace, "entries", 1),
+    "a group miscounts": lambda store: _change(_entry(store, "a").group, "entries", 1),
     "a lease is not counted": lambda store: _change(_entry(store, "a"), "leases", -1),
     "a lease is counted twice": lambda store: _change(_entry(store, "a"), "leases", 1),
     "a lease of nobody": lambda store: _change(_entry(store, "c"), "leases", 1),

@@ -9,16 +9,16 @@ from tests.store.bed import SPACE
 
 from kvcellar.config.server import EVICTION_POLICIES
 from kvcellar.errors import ConfigError
-from kvcellar.store.entries import Entry, Namespace
+from kvcellar.store.entries import Entry, Group
 from kvcellar.store.policies import LRU, IsolatedLRU, Noop, policy_from_name
 from kvcellar.tenancy.ranking import Tenant
 
-NAMESPACE = Namespace(SPACE, (1,), (4096,))
+GROUP = Group(SPACE, (1,), (4096,))
 TENANT = Tenant("")
 
 
 def _entry(tick):
-    entry = Entry(tick.to_bytes(32, "big"), NAMESPACE, TENANT)
+    entry = Entry(tick.to_bytes(32, "big"), GROUP, TENANT)
     entry.tick = tick
     return entry
 

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.store.bed import PAGE, SPACE
 
-from kvcellar.store.entries import Entry, Namespace
+from kvcellar.store.entries import Entry, Group
 from kvcellar.store.steps import StepMap
 from kvcellar.tenancy.ranking import Tenant
 
 STEP_PAGES = 8
-NAMESPACE = Namespace(SPACE, (1,), (PAGE,))
+GROUP = Group(SPACE, (1,), (PAGE,))
 TENANT = Tenant("")
 PAGES = st.dictionaries(st.integers(0, 3 * STEP_PAGES - 3), st.none() | st.integers(0, 9))
 
@@ -24,7 +24,7 @@ def _map():
 
 
 def _entry(page, tick):
-    entry = Entry(page.to_bytes(32, "little"), NAMESPACE, TENANT)
+    entry = Entry(page.to_bytes(32, "little"), GROUP, TENANT)
     entry.refs = (page * PAGE).to_bytes(8, "little") + bytes(8)
     entry.tick = tick
     return entry
@@ -64,7 +64,7 @@ def test_it_is_the_step_that_a_search_through_all_would_find(pages, needed, data
 
 
 def test_a_chunk_with_shards_in_two_steps_counts_in_both():
-    space = Namespace(SPACE, (1, 1), (PAGE, PAGE))
+    space = Group(SPACE, (1, 1), (PAGE, PAGE))
     both = Entry(b"b" * 32, space, TENANT)
     both.refs = b"".join((page * PAGE).to_bytes(8, "little") + bytes(8) for page in (0, STEP_PAGES))
     both.tick = 1

@@ -35,6 +35,23 @@ def prefixes(space, bits):
     return [f"{space.decode()[0]}{bits[:length]}" for length in range(1, len(bits) + 1)]
 
 
+def part(name, group):
+    """Return the name of a KV group's part of a chunk; that of the first is the chunk's."""
+    return name + "wxyz"[group - 1] * bool(group)
+
+
+def group_of(name):
+    """Return the KV group of a part."""
+    return " wxyz".index(name[-1]) if name[-1] in "wxyz" else 0
+
+
+def needed(span, end):
+    """Return which chunks a hit needs that ends before chunk `end`."""
+    if span == 0:
+        return range(end)
+    return range(max(0, end - span), end) if span > 0 else range(end - end % -span, end)
+
+
 @dataclasses.dataclass
 class Writing:
     """A reservation as the model sees it."""
@@ -42,6 +59,7 @@ class Writing:
     handle: int
     party: object
     owner: OwnerId
+    sizes: dict  # name -> pages of each shard
     workers: tuple
     request: int
     at_s: float
@@ -57,14 +75,21 @@ class Writing:
 class Party:
     """An instance and what its scheduler half knows."""
 
-    def __init__(self, world, space, shard_pages, tenant):
+    def __init__(self, world, space, shard_pages, tenant, spans=(0,)):
         self.world = world
         self.space = space
         self.tenant = tenant
-        self.shard_pages = shard_pages
-        world.store.bind(space, tuple(pages * PAGE for pages in shard_pages))
-        self.workers = tuple(world.bed.owner() for _ in shard_pages)
+        self.spans = spans
+        ranks = len(shard_pages) // len(spans)
+        self.pages = [shard_pages[at : at + ranks] for at in range(0, len(shard_pages), ranks)]
+        world.store.bind(space, tuple(pages * PAGE for pages in shard_pages), spans)
+        self.workers = tuple(world.bed.owner() for _ in range(ranks))
         self.begin()
+
+    def parts(self, names):
+        """Return the parts of chunks, chunk after chunk, and the KV group of each."""
+        parts = [(part(name, group), group) for name in names for group in range(len(self.spans))]
+        return [name for name, _ in parts], bytes(group for _, group in parts)
 
     def begin(self):
         """Start the scheduler half anew, after its death or for the first time."""
@@ -108,13 +133,17 @@ class World:
 
     def lookup(self, party, names):
         party.requests += 1
-        hit = self.store.lookup(party.scheduler, party.space, joined(names), request=party.requests)
-        found = []
-        for name in names.split():
-            if name not in self.complete:
-                break
-            found.append(name)
-        assert hit.count == len(found), (names, hit.count, found)
+        chunks, spans = names.split(), list(enumerate(party.spans))
+        asked = " ".join(part(name, group) for group, _ in spans for name in chunks)
+        hit = self.store.lookup(party.scheduler, party.space, joined(asked), request=party.requests)
+
+        def parts(end):
+            return [part(chunks[at], group) for group, span in spans for at in needed(span, end)]
+
+        ends = (end for end in range(len(chunks), 0, -1) if self.complete.keys() >= {*parts(end)})
+        end = next(ends, 0)
+        found = parts(end)
+        assert hit.count == end, (names, hit.count, end)
         packed = b"".join(
             number.to_bytes(8, "little")
             for name in found
@@ -134,18 +163,21 @@ class World:
         before = dict(self.complete)
         used_bytes = self.shares.tenant(party.tenant).used_bytes
         reclaimed = self.bed.counted.steps_reclaimed
+        chunks = names.split()
+        parts, groups = party.parts(chunks)
         reserved = self.store.reserve(
             party.scheduler,
             party.space,
-            joined(names),
+            joined(" ".join(parts)),
             parent=key(parent),
             writers=party.workers,
             now_s=self.now_s,
             request=party.requests,
             tenant=party.tenant,
+            groups=groups if len(party.spans) > 1 else b"",
         )
-        states = dict(zip(names.split(), reserved.states, strict=True))
-        own = [parent, *names.split()]
+        states = dict(zip(parts, reserved.states, strict=True))
+        own = [parent, *chunks]
         self._see_evictions(own, states, leaves_only=reclaimed == self.bed.counted.steps_reclaimed)
         self._check_states(states, before)
         self._note_writing(party, reserved, states)
@@ -172,7 +204,7 @@ class World:
         """Let a rank's copy write all its shards; it may do so as long as it is out."""
         writing = self.writings[handle]
         for name, offsets in writing.places.items():
-            for page in range(writing.party.shard_pages[rank]):
+            for page in range(writing.sizes[name][rank]):
                 self.pages[offsets[rank] // PAGE + page] = writing.seal(name, rank)
 
     def commit(self, handle, rank):
@@ -241,7 +273,7 @@ class World:
         new = {
             name: (
                 tuple((at, writing.seal(name, rank)) for rank, at in enumerate(offsets)),
-                writing.party.shard_pages,
+                writing.sizes[name],
             )
             for name, offsets in writing.places.items()
             if name not in self.complete
@@ -259,7 +291,8 @@ class World:
     def _see_evictions(self, own, states, *, leaves_only):
         gone = self.complete.keys() - self._resident().keys()
         leased = {copy for _, _, held in self.leases.values() for copy in held.items()}
-        kept = {name for at, name in enumerate(own) if RESERVED in list(states.values())[at:]}
+        last = max((at for at, name in enumerate(own) if states.get(name) == RESERVED), default=0)
+        kept = {*own[:last]} if RESERVED in states.values() else set()
         left = {(name, self.complete[name]) for name in gone}
         assert not left & leased, "a leased chunk was evicted"
         # A chunk behind a hole may leave for the one in the hole, and is then reserved anew.
@@ -279,7 +312,8 @@ class World:
             ages = [self.now_s - writing.at_s for writing in self._live(name)]
             if state == PRESENT:
                 assert name in before
-                assert name in self.complete
+                # What hangs below nothing may have left for a later part of the same reserve.
+                assert name in self.complete or group_of(name)
             elif state == BUSY:
                 assert min(ages) < WRITER_ALONE_S
             elif state == RESERVED:
@@ -300,6 +334,7 @@ class World:
                 reserved.reservation,
                 party,
                 party.scheduler,
+                {name: party.pages[group_of(name)] for name in names},
                 party.workers,
                 party.requests,
                 self.now_s,
@@ -310,12 +345,13 @@ class World:
     def _check_full(self, party, own):
         """Nothing may be refused while a leaf could go and a place would be large enough."""
         tenant = self.shares.tenant(party.tenant)
-        if self.shares.over_bytes(tenant, sum(party.shard_pages) * PAGE):
+        sizes = max(party.pages, key=sum)
+        if self.shares.over_bytes(tenant, sum(sizes) * PAGE):
             assert not self._leaves(own, party.tenant), "refused although its own could leave"
             return
         leaves = self._leaves(own)
         # The first shard may be put in the middle of the place where the second would have gone.
-        first, *others = party.shard_pages
+        first, *others = sizes
         needed = first + 2 * sum(others)
         assert not leaves or max(self._gaps(own)) < needed, "refused although there was room"
 
@@ -337,9 +373,9 @@ class World:
             for refs in held.values():
                 fixed |= self._pages_of(refs)
         for writing in self.writings.values():
-            for offsets in writing.places.values():
+            for name, offsets in writing.places.items():
                 refs = [(at, 0) for at in offsets]
-                fixed |= self._pages_of((refs, writing.party.shard_pages))
+                fixed |= self._pages_of((refs, writing.sizes[name]))
         for page in range(self.steps * STEP_PAGES):
             length = 0
             while (

@@ -66,7 +66,7 @@ class StandIn:
         layout = ShardLayout(0, _CHUNK_TOKENS, (PageRegion("all", shard_bytes),), "bench")
         self._kept: list[int] = []
         self._worker = Link(
-            options, Identity(Role.WORKER, name, software, layout=layout), clock=clock
+            options, Identity(Role.WORKER, name, software, layouts=(layout,)), clock=clock
         )
         self._scheduler = Link(
             options,

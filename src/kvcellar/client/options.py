@@ -72,7 +72,7 @@ class Identity:
     model: str = ""
     rank: int = 0
     world_size: int = 1
-    layout: ShardLayout | None = None
+    layouts: tuple[ShardLayout, ...] = ()
 
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
@@ -84,8 +84,8 @@ class Identity:
             raise ConfigError(f"world_size={self.world_size}: 1 to {WORLD_SIZE_MAX} ranks are kept")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank={self.rank} is not below world_size={self.world_size}")
-        if (self.layout is not None) != (self.role == Role.WORKER):
-            raise ConfigError("layout: a worker says how its shards lie, and nobody else does")
+        if bool(self.layouts) != (self.role == Role.WORKER):
+            raise ConfigError("layouts: a worker says how its shards lie, and nobody else does")
 
     def hello(self, request_id: int, *, client_id: bytes, pid: int) -> Hello:
         """Return the first message of a connection."""
@@ -100,5 +100,5 @@ class Identity:
             model=self.model,
             rank=self.rank,
             world_size=self.world_size,
-            layout=self.layout,
+            layouts=self.layouts,
         )

@@ -10,6 +10,7 @@ from kvcellar.config.flags import ForeignFlag, Takes, Verdict
 
 __all__ = ["LMCACHE_SERVER_FLAGS"]
 
+_OWN_OBJECTS = "each KV group of a model always has objects of its own"
 _LATER = "not yet in kvcellar 0.1: "
 _NO_P2P = _LATER + "sharing between nodes; leave the flag out and each node caches for itself"
 _NO_PEERS = "no other node is asked in kvcellar 0.1"
@@ -71,14 +72,7 @@ _SERVER = (
     _refused("--script-allowed-imports", _NO_SCRIPT, takes=Takes.MANY),
     _refused("--run-script-api-enabled", _NO_SCRIPT, takes=Takes.NONE),
     _noted("--no-run-script-api-enabled", _NO_SCRIPT, takes=Takes.NONE),
-    _refused(
-        "--separate-object-groups",
-        _LATER + "models with several KV groups; leave the flag out",
-        takes=Takes.NONE,
-    ),
-    _noted(
-        "--no-separate-object-groups", "a model has one KV group in kvcellar 0.1", takes=Takes.NONE
-    ),
+    *_noted_switch("separate-object-groups", _OWN_OBJECTS),
     _noted("--worker-reap-timeout-seconds", _KERNEL_TELLS),
     _noted("--session-ttl-seconds", _KERNEL_TELLS),
     _noted("--worker-registration-grace-seconds", _KERNEL_TELLS),

@@ -18,7 +18,11 @@ __all__ = ["instruction_set", "open_copier"]
 
 
 def open_copier(
-    runs: Sequence[PageRun], *, vectors: Vectors | None = None, block_tokens: int = 1
+    runs: Sequence[PageRun],
+    *,
+    vectors: Vectors | None = None,
+    block_tokens: int = 1,
+    beside: Copier | None = None,
 ) -> Copier:
     """Return a copier for runs that lie on one device.
 
@@ -26,6 +30,8 @@ def open_copier(
         runs: where the pages lie.
         vectors: how each page divides, where that is known.
         block_tokens: tokens a block.
+        beside: another copier for the same device, whose streams and staging this one may use:
+            of all of them one copy runs at a time in each direction.
 
     Raises:
         UnsupportedModelError: nothing here copies from that device, or pages of that kind.
@@ -35,14 +41,15 @@ def open_copier(
         return CpuCopier(runs)
     try:
         # Imported here: Triton is neither needed nor always there where the pages are a CPU's.
-        from kvcellar.engines.copy_gpu import open_gpu_copier
+        from kvcellar.engines.copy_gpu import GpuCopier, open_gpu_copier
     except ImportError as error:
         raise UnsupportedModelError(
             f"the KV cache lies on {device}, whose copies need Triton: {error}"
         ) from error
     if not torch.get_device_module(device.partition(":")[0]).is_available():
         raise UnsupportedModelError(f"the KV cache lies on {device}, which this torch cannot use")
-    return open_gpu_copier(runs, vectors=vectors, block_tokens=block_tokens)
+    assert beside is None or isinstance(beside, GpuCopier), type(beside)
+    return open_gpu_copier(runs, vectors=vectors, block_tokens=block_tokens, beside=beside)
 
 
 def instruction_set(runs: Sequence[PageRun]) -> str:

@@ -84,24 +84,34 @@ class GpuCopier:
     forms: Mapping[str, Form]
     """By fidelity."""
 
-    def __init__(self, runs: Sequence[PageRun], forms: Mapping[str, Form]) -> None:
+    def __init__(
+        self,
+        runs: Sequence[PageRun],
+        forms: Mapping[str, Form],
+        *,
+        beside: "GpuCopier | None" = None,
+    ) -> None:
         """Copy pages in the given forms.
 
         Args:
             runs: where the pages lie; all on one device.
             forms: by fidelity, made of the same runs.
+            beside: a copier for the same device whose streams, staging and registration this one
+                uses; the two never store at once, nor load at once.
         """
         self._device = torch.device(runs[0].device)
         self._module = torch.get_device_module(self._device)
         self.forms = dict(forms)
         self.fidelities = frozenset(forms)
         self._block_count = min(run.block_count for run in runs)
-        self._store_side = _Side(self._device)
-        self._load_side = _Side(self._device)
-        self._registration = HostRegistration(self._device)
+        self._store_side: _Side = beside._store_side if beside else _Side(self._device)
+        self._load_side: _Side = beside._load_side if beside else _Side(self._device)
+        self._registration: HostRegistration = (
+            beside._registration if beside else HostRegistration(self._device)
+        )
         # The forms hold addresses; this keeps what lies there.
         self._storages = [run.storage for run in runs]
-        self._warming = threading.Lock()
+        self._warming: threading.Lock = beside._warming if beside else threading.Lock()
         self._warm: set[str] = set()
 
     def shard_bytes(self, chunk_blocks: int, *, fidelity: str) -> int:
@@ -257,6 +267,7 @@ def open_gpu_copier(
     vectors: Vectors | None = None,
     block_tokens: int = 1,
     piece_bytes: int = PIECE_BYTES,
+    beside: GpuCopier | None = None,
 ) -> GpuCopier:
     """Return a copier in every form that the pages allow.
 
@@ -265,6 +276,7 @@ def open_gpu_copier(
         vectors: how each page divides; None where only the raw form works.
         block_tokens: tokens a block.
         piece_bytes: of a staging buffer; there are two a direction.
+        beside: see `GpuCopier`.
 
     Raises:
         UnsupportedModelError: pages are no whole words.
@@ -288,7 +300,7 @@ def open_gpu_copier(
         staging_bytes=2 * _BUFFERS * piece_bytes,
         forms=",".join(sorted(forms)),
     )
-    return GpuCopier(runs, forms)
+    return GpuCopier(runs, forms, beside=beside)
 
 
 def _parts(

@@ -88,22 +88,21 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
         """Return whether shards of this layout can be kept in the form that `fidelity` names."""
         return fidelity == EXACT or (fidelity == INT8 and self.vectors is not None)
 
-    def shard_bytes(self, chunk_tokens: int, *, fidelity: str = EXACT) -> int:
-        """Return the bytes of a chunk's shard.
+    def shard_bytes(self, block_count: int, *, fidelity: str = EXACT) -> int:
+        """Return the bytes of the shard of a chunk of which so many blocks are kept.
 
         In int8 that is one byte an element, a scale of two bytes a vector, and the exact tokens'
         own bytes.
 
         Args:
-            chunk_tokens: a multiple of `block_tokens`.
+            block_count: blocks; the exact tokens are those of the first.
             fidelity: one that `can_keep` allows.
         """
-        assert chunk_tokens % self.block_tokens == 0, (chunk_tokens, self.block_tokens)
         assert self.can_keep(fidelity), fidelity
         vectors = self.vectors
         if fidelity == EXACT or vectors is None:
-            return self.block_bytes() * (chunk_tokens // self.block_tokens)
-        pages = len(self.regions) * (chunk_tokens // self.block_tokens)
+            return self.block_bytes() * block_count
+        pages = len(self.regions) * block_count
         exact = len(self.regions) * vectors.exact_count(self.block_tokens) * vectors.elements * 2
         return pages * vectors.count * (vectors.elements + _SCALE_BYTES) + exact
 

@@ -10,6 +10,7 @@ __all__ = [
     "COUNTS_MAX",
     "FIELDS_MAX",
     "FRAME_MAX_BYTES",
+    "GROUPS_MAX",
     "HANDLES_MAX",
     "HELLO_TIMEOUT_S",
     "KEYS_MAX",
@@ -30,6 +31,8 @@ TEXT_MAX = 4_096
 """Characters of a name in a hello."""
 WORLD_SIZE_MAX = 1_024
 """Ranks of one instance."""
+GROUPS_MAX = 64
+"""KV groups of one model."""
 LAYOUT_REGIONS_MAX = 4_096
 """Regions of one shard's layout."""
 HELLO_TIMEOUT_S = 5.0

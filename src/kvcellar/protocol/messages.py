@@ -14,7 +14,13 @@ import msgspec
 
 from kvcellar.layout.shard import ShardLayout
 from kvcellar.protocol.gate import GateReport
-from kvcellar.protocol.limits import COUNTS_MAX, FIELDS_MAX, HANDLES_MAX, WORLD_SIZE_MAX
+from kvcellar.protocol.limits import (
+    COUNTS_MAX,
+    FIELDS_MAX,
+    GROUPS_MAX,
+    HANDLES_MAX,
+    WORLD_SIZE_MAX,
+)
 from kvcellar.protocol.prompts import (
     AskPrefetch,
     Explain,
@@ -44,10 +50,10 @@ REF_BYTES = 16
 OFFSET_BYTES = 8
 """A slot to write: byte offset in the arena (uint64), little-endian."""
 
-
-# Checked before the list is built: a frame has room for millions of numbers.
+# Checked before the list is built: a frame has room for millions.
 Handles = Annotated[tuple[int, ...], msgspec.Meta(max_length=HANDLES_MAX)]
-ShardSizes = Annotated[tuple[int, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX)]
+ShardSizes = Annotated[tuple[int, ...], msgspec.Meta(max_length=WORLD_SIZE_MAX * GROUPS_MAX)]
+Spans = Annotated[tuple[int, ...], msgspec.Meta(max_length=GROUPS_MAX)]
 Counts = Annotated[dict[str, int], msgspec.Meta(max_length=COUNTS_MAX)]
 Fields = Annotated[dict[str, str], msgspec.Meta(max_length=FIELDS_MAX)]
 
@@ -76,7 +82,7 @@ class Hello(_Message, tag="hello", frozen=True, array_like=True):
         model: the model's name, for status pages.
         rank: a worker's rank in its instance.
         world_size: ranks of the instance.
-        layout: a worker's shard layout; None for the others.
+        layouts: a worker's shard layout of each KV group; empty for the others.
     """
 
     protocol_version: int
@@ -88,7 +94,7 @@ class Hello(_Message, tag="hello", frozen=True, array_like=True):
     model: str = ""
     rank: int = 0
     world_size: int = 1
-    layout: ShardLayout | None = None
+    layouts: tuple[ShardLayout, ...] = ()
 
 
 class Bind(_Message, tag="bind", frozen=True, array_like=True):
@@ -97,11 +103,12 @@ class Bind(_Message, tag="bind", frozen=True, array_like=True):
     Attributes:
         namespace: 32 bytes.
         chunk_tokens: tokens a chunk in this namespace.
-        shard_bytes: bytes of each shard of a chunk.
+        shard_bytes: bytes of each shard of a chunk, one KV group after the other.
         fields: by name, the first hex digits of the digest of each thing that the namespace is
-            made of; they say which of them makes two namespaces differ, and nothing else.
-        held: for each rank the shard that it holds; empty: each rank one of its own, in rank
-            order. Ranks that hold the same shard hold the same bytes.
+            made of: what makes two namespaces differ.
+        held: the shard that each rank holds, equal for equal bytes; empty: each one of its own.
+        spans: for each KV group which chunks before an end must be there for a hit to end there:
+            0 for all of them, n for the last n, -n for those since the last multiple of n.
     """
 
     namespace: bytes
@@ -109,6 +116,7 @@ class Bind(_Message, tag="bind", frozen=True, array_like=True):
     shard_bytes: ShardSizes
     fields: Fields = msgspec.field(default_factory=dict)
     held: ShardSizes = ()
+    spans: Spans = (0,)
 
 
 class Heartbeat(_Message, tag="heartbeat", frozen=True, array_like=True):
@@ -120,7 +128,7 @@ class Heartbeat(_Message, tag="heartbeat", frozen=True, array_like=True):
     Attributes:
         leases: handles of read leases in use.
         reservations: handles of reservations that are not done.
-        seen: the highest request id such that this and all earlier replies were processed.
+        seen: the highest request id up to which all replies were processed.
         counts: what a scheduler half counts, by name, since its start.
     """
 
@@ -131,10 +139,10 @@ class Heartbeat(_Message, tag="heartbeat", frozen=True, array_like=True):
 
 
 class Lookup(_Message, tag="lookup", frozen=True, array_like=True):
-    """Find the longest stored prefix and lease it. Reply: `LookupReply`.
+    """Find the longest stored prefix and lease what it needs. Reply: `LookupReply`.
 
     Attributes:
-        keys: 32 bytes a chunk, in prefix order, at most `limits.KEYS_MAX`.
+        keys: 32 bytes a chunk, in prefix order, KV group after KV group, at most `limits.KEYS_MAX`.
         fetch: whether chunks that are not in the arena may be fetched from the tiers.
         tenant: on whose account fetched chunks go, see `kvcellar.tenancy.names`.
     """
@@ -170,16 +178,17 @@ class Reserve(_Message, tag="reserve", frozen=True, array_like=True):
 
     Attributes:
         keys: 32 bytes a chunk, in prefix order, at most `limits.KEYS_MAX`.
-        parent: key of the chunk before the first, empty where there is none.
-        turn: of the ranks that hold the same shard, the one with this number writes it, counted
-            round and round from 0.
+        parent: key of the chunk before the first for each KV group that needs all; or empty.
+        turn: counted round from 0, of the ranks that hold a shard the one that writes it.
         tenant: on whose account they go, see `kvcellar.tenancy.names`.
+        groups: the KV group of each key, a byte each; empty where all are of the first.
     """
 
     keys: bytes
     parent: bytes
     turn: int = 0
     tenant: str = ""
+    groups: bytes = b""
 
 
 class Commit(_Message, tag="commit", frozen=True, array_like=True):
@@ -217,7 +226,7 @@ class Loaded(_Message, tag="loaded", frozen=True, array_like=True):
     Attributes:
         chunks: chunks that it read.
         size_bytes: bytes that it copied.
-        copy_s: seconds from the first copy's start to the last one's end.
+        copy_s: seconds of copying.
         ok: False when a seal did not match or the copy failed.
     """
 
@@ -381,7 +390,8 @@ class HeartbeatReply(_Message, tag="heartbeat_reply", frozen=True, array_like=Tr
         boot_id: 16 bytes.
         epoch: rises with every clear.
         steps_ready: growth steps of the arena that hold memory, from the first on.
-        layouts: all ranks' layouts of this instance in rank order; empty until all are registered.
+        layouts: all ranks' layouts in rank order, of each rank one for each KV group; empty until
+            all are registered.
     """
 
     boot_id: bytes
@@ -394,11 +404,10 @@ class LookupReply(_Message, tag="lookup_reply", frozen=True, array_like=True):
     """The longest stored prefix.
 
     Attributes:
-        count: leading chunks that are complete.
-        lease: handle that holds all of them, 0 when `count` is 0.
-        refs: `REF_BYTES` for each shard of each chunk, chunk after chunk.
-        fetch: above 0: what comes after `count` is being looked for in the tiers, under this
-            handle; see `AwaitFetch`.
+        count: leading chunks of the longest prefix of which each KV group has what it needs.
+        lease: handle that holds just that, 0 when `count` is 0.
+        refs: `REF_BYTES` for each shard of each chunk that a group needs, group after group.
+        fetch: above 0: the handle of a search in the tiers for more; see `AwaitFetch`.
     """
 
     count: int
@@ -411,7 +420,7 @@ class ReserveReply(_Message, tag="reserve_reply", frozen=True, array_like=True):
     """What may be stored.
 
     Attributes:
-        reservation: handle, 0 when nothing was reserved.
+        reservation: handle, 0 for none.
         states: a `ChunkState` byte for each key.
         offsets: `OFFSET_BYTES` for each shard of each RESERVED chunk, chunk after chunk.
     """
@@ -445,7 +454,7 @@ class ObjectList(_Message, tag="object_list", frozen=True, array_like=True):
     """A page of the complete chunks.
 
     Attributes:
-        objects: plain data for each chunk: `key` (32 bytes), `model`, `tenant` and `shard_bytes`.
+        objects: for each chunk `key` (32 bytes), `model`, `tenant` and `shard_bytes`.
         next_at: where the next page begins; 0 after the last one.
     """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.server.fetch_legs import Leg, Legs
 from kvcellar.server.instances import Client, Connection
 from kvcellar.store.entries import OwnerId
 
@@ -27,14 +28,16 @@ class Prefix(NamedTuple):
 
     Attributes:
         namespace: a bound one.
-        shard_bytes: of a chunk of it.
+        shard_bytes: see `Bind.shard_bytes`.
+        spans: see `Bind.spans`.
         tenant: on whose account the chunks go.
-        keys: 32 bytes a chunk, in prefix order.
+        keys: 32 bytes a chunk, in prefix order, KV group after KV group.
         found: leading chunks that are in the arena.
     """
 
     namespace: NamespaceId
     shard_bytes: tuple[int, ...]
+    spans: tuple[int, ...]
     tenant: str
     keys: bytes
     found: int
@@ -57,9 +60,9 @@ class Fetch:
         handle: its name on the wire.
         client: for whom; None for a prefetch.
         namespace: of the keys.
-        shard_bytes: of a chunk of it.
+        legs: what is left to ask for.
         tenant: on whose account the chunks go.
-        keys: all keys of the lookup.
+        leg: what is being asked for; places are those of its keys.
         found: leading chunks that the lookup found.
         owner: the life of the tier process that it belongs to.
         at: the next chunk to ask for.
@@ -76,14 +79,14 @@ class Fetch:
     handle: int
     client: Client | None
     namespace: NamespaceId
-    shard_bytes: tuple[int, ...]
+    legs: Legs
     tenant: str
-    keys: bytes
+    leg: Leg
     found: int
     owner: OwnerId
-    at: int
-    end: int
     began_s: float
+    at: int = 0
+    end: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
     out: int = 0
     came: list[bytes] = field(default_factory=list)
@@ -92,9 +95,14 @@ class Fetch:
     is_over: bool = False
     on_end: Callable[[], None] | None = None
 
+    @property
+    def shard_bytes(self) -> tuple[int, ...]:
+        """The bytes of each shard of a chunk of the leg."""
+        return self.legs.sizes(self.leg)
+
     def key(self, index: int) -> bytes:
-        """Return the key of chunk `index`, from 0."""
-        return self.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+        """Return the leg's key at a place, from 0."""
+        return self.leg.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
 
 @dataclass(eq=False, slots=True)

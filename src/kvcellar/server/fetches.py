@@ -20,6 +20,7 @@ from kvcellar.errors import NotRegisteredError
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.protocol.messages import AwaitFetch, ChunkState, Lookup, LookupReply
 from kvcellar.protocol.tier_messages import Find, Found, Read, ReadDone, Run, TierAnswer
+from kvcellar.server.fetch_legs import Leg, Legs
 from kvcellar.server.fetch_records import Batch, Fetch, Later, Prefix, Waiter
 from kvcellar.server.instances import Client, Instance
 from kvcellar.server.tier_line import TierAsker
@@ -124,7 +125,14 @@ class Fetches:
             found: leading chunks that are in the arena.
         """
         assert instance.namespace is not None, instance.name
-        prefix = Prefix(instance.namespace, instance.shard_bytes, lookup.tenant, lookup.keys, found)
+        prefix = Prefix(
+            instance.namespace,
+            instance.shard_bytes,
+            instance.spans,
+            lookup.tenant,
+            lookup.keys,
+            found,
+        )
         return self._begin(client, owner, prefix, None)
 
     def prefetch(self, owner: OwnerId, prefix: Prefix, on_end: Callable[[], None]) -> bool:
@@ -147,15 +155,16 @@ class Fetches:
         keys, found = prefix.keys, prefix.found
         if not self._has_place(len(keys)):
             return 0
+        legs = Legs(keys, prefix.spans, prefix.shard_bytes, found=found)
+        leg = legs.next(self._has)
+        if leg is None:
+            return 0
         self._last += 1
         fetch = Fetch(
-            self._last, client, prefix.namespace, prefix.shard_bytes, prefix.tenant, keys, found,
-            owner, at=found, end=len(keys) // KEY_BYTES, began_s=self._clock.monotonic_s(),
-            on_end=on_end,
+            self._last, client, prefix.namespace, legs, prefix.tenant, leg, found, owner,
+            began_s=self._clock.monotonic_s(), on_end=on_end,
         )  # fmt: skip
-        if not self._asker.ask(
-            lambda id_: Find(id_, keys, found), lambda answer: self._found(fetch, answer)
-        ):
+        if not self._find(fetch, leg):
             return 0
         self._fetches[fetch.handle] = fetch
         self._keys_bytes += len(keys)
@@ -204,7 +213,26 @@ class Fetches:
 
     def _forget(self, fetch: Fetch) -> None:
         if self._fetches.pop(fetch.handle, None) is not None:
-            self._keys_bytes -= len(fetch.keys)
+            self._keys_bytes -= len(fetch.legs.keys)
+
+    def _has(self, key: bytes) -> bool:
+        entry = self._store.catalog.entries.get(key)
+        return entry is not None and bool(entry.refs)
+
+    def _find(self, fetch: Fetch, leg: Leg) -> bool:
+        """Ask how far the tiers reach in a leg."""
+        fetch.leg, fetch.at, fetch.end = leg, leg.start, len(leg.keys) // KEY_BYTES
+        fetch.runs = []
+        return self._asker.ask(
+            lambda id_: Find(id_, leg.keys, leg.start), lambda answer: self._found(fetch, answer)
+        )
+
+    def _end_leg(self, fetch: Fetch) -> None:
+        """Go on with the next leg of a fetch; end it where there is none."""
+        fetch.legs.end(fetch.end)
+        leg = fetch.legs.next(self._has)
+        if leg is None or not self._find(fetch, leg):
+            self._end(fetch)
 
     def _found(self, fetch: Fetch, answer: TierAnswer | None) -> None:
         if fetch.is_over:
@@ -213,7 +241,9 @@ class Fetches:
         fetch.runs = _ends(fetch.at, runs)
         fetch.end = min(fetch.end, fetch.runs[-1][0]) if fetch.runs else fetch.at
         if fetch.at >= fetch.end:
-            self._end(fetch)
+            self._end_leg(fetch)
+        elif fetch.is_reading:
+            self._go_on(fetch)
         else:
             (self._queue if fetch.client is not None else self._patient).append(fetch)
             self._pump()
@@ -241,7 +271,10 @@ class Fetches:
         return None
 
     def _go_on(self, fetch: Fetch) -> None:
-        """Ask for the next batches; end the fetch where there are none."""
+        """Ask for the next batches; end the leg where there are none."""
+        if not fetch.runs:
+            # It is not known yet how far the tiers reach in this leg.
+            return
         while not fetch.is_over and fetch.at < fetch.end and fetch.out < BATCHES_AT_ONCE:
             other = self._reading.get(fetch.key(fetch.at))
             if other is not None:
@@ -251,21 +284,22 @@ class Fetches:
                 return
             self._read(fetch)
         if not fetch.is_over and fetch.at >= fetch.end and not fetch.out:
-            self._end(fetch)
+            self._end_leg(fetch)
 
     def _read(self, fetch: Fetch) -> None:
         start, (stop, tier) = fetch.at, self._stretch(fetch)
-        keys = fetch.keys[start * KEY_BYTES : stop * KEY_BYTES]
+        keys = fetch.leg.keys[start * KEY_BYTES : stop * KEY_BYTES]
         try:
             reserved = self._store.reserve(
                 fetch.owner,
                 fetch.namespace,
                 keys,
-                parent=fetch.key(start - 1) if start else b"",
+                parent=fetch.legs.parents(fetch.leg, start),
                 writers=(fetch.owner,) * len(fetch.shard_bytes),
                 now_s=self._clock.monotonic_s(),
                 request=0,
                 tenant=fetch.tenant,
+                groups=fetch.legs.groups(fetch.leg, stop - start),
             )
         except NotRegisteredError:
             fetch.end = fetch.at
@@ -385,7 +419,7 @@ class Fetches:
                 self._store,
                 client.owner,
                 fetch.namespace,
-                fetch.keys,
+                fetch.legs.keys,
                 request=request_id,
                 found=fetch.found,
             )

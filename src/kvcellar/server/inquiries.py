@@ -132,11 +132,11 @@ class Inquiries:
 
     # Any: plain data of the message.
     def _object(self, entry: Entry) -> dict[str, Any]:
-        facts = self._node.recent.namespace(entry.namespace.id)
+        facts = self._node.recent.namespace(entry.group.namespace)
         return {
             "key": entry.key,
             "model": facts.model if facts is not None else "",
-            "shard_bytes": list(entry.namespace.shard_bytes),
+            "shard_bytes": list(entry.group.shard_bytes),
         }
 
 

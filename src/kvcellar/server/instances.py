@@ -71,7 +71,8 @@ class Instance:
         scheduler: who has the scheduler's seat.
         workers: who has each rank's seat.
         namespace: what the scheduler bound; None before.
-        shard_bytes: of a chunk of that namespace.
+        shard_bytes: of a chunk of that namespace, one KV group after the other.
+        spans: of the KV groups of that namespace.
         holders: the ranks that hold each shard of a chunk; each rank one until bound otherwise.
         chunk_tokens: of that namespace.
         refusal: why its namespace was refused; empty where it was not.
@@ -90,6 +91,7 @@ class Instance:
         "refusal",
         "scheduler",
         "shard_bytes",
+        "spans",
         "workers",
         "world_size",
     )
@@ -103,6 +105,7 @@ class Instance:
         self.workers: dict[int, Client] = {}
         self.namespace = None
         self.shard_bytes: tuple[int, ...] = ()
+        self.spans: tuple[int, ...] = (0,)
         self.holders = [[rank] for rank in range(world_size)]
         self.chunk_tokens = 0
         self.refusal = ""
@@ -148,8 +151,9 @@ class Instance:
         """Return the layouts in rank order, nothing until every rank is here."""
         if len(self.workers) < self.world_size:
             return ()
-        found = (self.workers[rank].hello.layout for rank in range(self.world_size))
-        return tuple(layout for layout in found if layout is not None)
+        return tuple(
+            layout for rank in range(self.world_size) for layout in self.workers[rank].hello.layouts
+        )
 
     def writers(self, turn: int) -> tuple[OwnerId, ...]:
         """Return the owner of the rank that writes each shard; see `Reserve.turn`.

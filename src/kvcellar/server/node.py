@@ -16,7 +16,7 @@ from kvcellar.clock import Clock
 from kvcellar.config.server import ServerConfig
 from kvcellar.errors import MalformedError, MismatchError
 from kvcellar.layout.shard import EXACT, INT8, ShardLayout
-from kvcellar.protocol.limits import LAYOUT_REGIONS_MAX, TEXT_MAX, WORLD_SIZE_MAX
+from kvcellar.protocol.limits import GROUPS_MAX, LAYOUT_REGIONS_MAX, TEXT_MAX, WORLD_SIZE_MAX
 from kvcellar.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from kvcellar.server.awake import AwakeClock
 from kvcellar.server.instances import Client, Connection, Roster
@@ -256,12 +256,17 @@ def _check_hello(hello: Hello) -> None:
     if not 0 <= hello.rank < hello.world_size:
         raise MalformedError(f"rank {hello.rank} is not below world_size {hello.world_size}")
     if hello.role == Role.WORKER:
-        _check_layout(hello.layout, hello.rank)
+        _check_layouts(hello)
 
 
-def _check_layout(layout: ShardLayout | None, rank: int) -> None:
-    if layout is None:
-        raise MalformedError("layout is missing in a worker's hello")
+def _check_layouts(hello: Hello) -> None:
+    if not 1 <= len(hello.layouts) <= GROUPS_MAX:
+        raise MalformedError(f"layouts has {len(hello.layouts)} entries, not 1 to {GROUPS_MAX}")
+    for layout in hello.layouts:
+        _check_layout(layout, hello.rank)
+
+
+def _check_layout(layout: ShardLayout, rank: int) -> None:
     if layout.rank != rank:
         raise MalformedError(f"layout.rank {layout.rank} is not the hello's rank {rank}")
     if layout.block_tokens < 1:

@@ -20,6 +20,7 @@ from kvcellar.errors import (
     TierUnavailableError,
 )
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.keys.groups import group_keys
 from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import (
     AskPrefetch,
@@ -85,7 +86,6 @@ class Prefetches:
         return NamespaceList(request.id, tuple(reversed(notes)))
 
     def _begin(self, _client: Client, request: Prefetch) -> Reply:
-        total = _count(request.keys)
         tiers, store = self._node.tiers, self._node.store
         facts = self._node.recent.namespace(request.namespace)
         if tiers is None:
@@ -94,20 +94,22 @@ class Prefetches:
             )
         if facts is None:
             raise NotRegisteredError("no engine has bound this namespace since the server's start")
-        self._check_room(len(request.keys))
+        total = _count(request.keys, groups=len(facts.spans))
+        keys = b"".join([group_keys(request.keys, group) for group in range(len(facts.spans))])
+        self._check_room(len(keys))
         namespace = NamespaceId(request.namespace)
         # It may have been forgotten since, as one that holds nothing.
-        store.bind(namespace, facts.shard_bytes)
-        found = count_leading(store, namespace, request.keys)
+        store.bind(namespace, facts.shard_bytes, facts.spans)
+        found = count_leading(store, namespace, keys)
         name, known = os.urandom(_NAME_BYTES), _Known(found, total)
         if found == total:
             self._end(name, known)
             return self._news(request.id, name, known)
         prefix = Prefix(
-            namespace, facts.shard_bytes, tenant_of(request.tenant), request.keys, found
+            namespace, facts.shard_bytes, facts.spans, tenant_of(request.tenant), keys, found
         )
         self._running[name] = known
-        self._bytes += len(request.keys)
+        self._bytes += len(keys)
         if not tiers.begin_prefetch(prefix, lambda: self._ended(name, prefix)):
             self._leave(name, prefix)
             raise TierUnavailableError(f"the tiers take no question now: {tiers.check() or 'busy'}")
@@ -151,10 +153,10 @@ class Prefetches:
         return PrefetchNews(request_id, name, is_over, known.found, known.total)
 
 
-def _count(keys: bytes) -> int:
+def _count(keys: bytes, *, groups: int) -> int:
     count, rest = divmod(len(keys), KEY_BYTES)
     if rest or not count:
         raise MalformedError(f"{len(keys)} bytes are no list of keys")
-    if count > KEYS_MAX:
-        raise LimitError(f"{count} keys in one request: send at most {KEYS_MAX}")
+    if count * groups > KEYS_MAX:
+        raise LimitError(f"{count} keys in one request: send at most {KEYS_MAX // groups}")
     return count

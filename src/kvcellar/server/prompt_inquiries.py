@@ -12,6 +12,7 @@ import msgspec
 
 from kvcellar.errors import LimitError, MalformedError, NotRegisteredError
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.keys.groups import group_keys
 from kvcellar.protocol.limits import KEYS_MAX, SKETCH_MAX_BYTES
 from kvcellar.protocol.messages import Explained, ExplainPrompt, Reply, Role
 from kvcellar.protocol.tier_messages import Find, Found, TierAnswer
@@ -43,8 +44,11 @@ class PromptInquiries:
         facts, tiers = self._node.recent.namespace(request.namespace), self._node.tiers
         if facts is None:
             raise NotRegisteredError("no engine has bound this namespace since the server's start")
-        keys, connection = request.keys, client.connection
-        in_memory = count_leading(self._node.store, NamespaceId(request.namespace), keys)
+        connection, groups = client.connection, range(len(facts.spans))
+        every = b"".join([group_keys(request.keys, group) for group in groups])
+        in_memory = count_leading(self._node.store, NamespaceId(request.namespace), every)
+        # Of several KV groups one that needs all chunks says how far the tiers reach.
+        keys = group_keys(request.keys, facts.spans.index(0) if 0 in facts.spans else 0)
 
         def found(answer: TierAnswer | None) -> None:
             runs = answer.runs if isinstance(answer, Found) else ()

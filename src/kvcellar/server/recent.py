@@ -58,7 +58,8 @@ class NamespaceFacts(msgspec.Struct, frozen=True):
         model: as its processes named it.
         world_size: its ranks.
         chunk_tokens: tokens a chunk.
-        shard_bytes: of a chunk, in shard order.
+        shard_bytes: see `Bind.shard_bytes`.
+        spans: see `Bind.spans`.
         fields: by name, the first hex digits of each field's digest.
     """
 
@@ -67,6 +68,7 @@ class NamespaceFacts(msgspec.Struct, frozen=True):
     world_size: int
     chunk_tokens: int
     shard_bytes: tuple[int, ...]
+    spans: tuple[int, ...]
     fields: Mapping[str, str]
 
 

@@ -159,11 +159,13 @@ class Requests:
         hit = self._store.lookup(client.owner, namespace, request.keys, request=request.id)
         fetch, tiers = 0, self._node.tiers
         if tiers is not None:
-            if hit.count * KEY_BYTES < len(request.keys) and request.fetch:
+            asked = len(request.keys) // len(instance.spans)
+            if hit.count * KEY_BYTES < asked and request.fetch:
                 fetch = tiers.begin_fetch(client, instance, request, hit.count)
             if hit.count and not fetch:
                 # A fetch tells the tiers by itself.
-                tiers.touches.note(request.keys, hit.count)
+                for at in range(0, len(request.keys), asked):
+                    tiers.touches.note(request.keys[at : at + asked], hit.count)
         self._meters.lookup_s.observe(self._clock.monotonic_s() - start_s)
         return LookupReply(request.id, hit.count, hit.lease, hit.refs, fetch)
 
@@ -184,6 +186,7 @@ class Requests:
             now_s=start_s,
             request=request.id,
             tenant=tenant_of(request.tenant),
+            groups=request.groups,
         )
         self._meters.reserve_s.observe(self._clock.monotonic_s() - start_s)
         return ReserveReply(request.id, reserved.reservation, reserved.states, reserved.offsets)
@@ -262,7 +265,7 @@ class Requests:
         instance = _seated(client)
         holders = _holders(request, instance)
         namespace = NamespaceId(request.namespace)
-        self._store.bind(namespace, request.shard_bytes)
+        self._store.bind(namespace, request.shard_bytes, request.spans)
         if instance.namespace != namespace:
             _log.info(
                 "namespace bound",
@@ -273,12 +276,12 @@ class Requests:
             )
         facts = NamespaceFacts(
             instance.name, client.hello.model, instance.world_size, request.chunk_tokens,
-            request.shard_bytes, request.fields,
+            request.shard_bytes, request.spans, request.fields,
         )  # fmt: skip
         self._node.recent.note_namespace(namespace, facts)
         instance.namespace, instance.refusal = namespace, ""
         instance.holders = holders
-        instance.shard_bytes = request.shard_bytes
+        instance.shard_bytes, instance.spans = request.shard_bytes, request.spans
         instance.chunk_tokens = request.chunk_tokens
         return Ok(request.id)
 
@@ -334,7 +337,8 @@ def _holders(request: Bind, instance: Instance) -> list[list[int]]:
     """Return the ranks that hold each shard."""
     if request.chunk_tokens < 1:
         raise MalformedError(f"chunk_tokens {request.chunk_tokens} is below 1")
-    count = len(request.shard_bytes)
+    # A namespace with other than as many shards in each KV group is not bound at all.
+    count = len(request.shard_bytes) // max(1, len(request.spans))
     held = request.held or tuple(range(count))
     if len(held) != instance.world_size:
         raise MismatchError(

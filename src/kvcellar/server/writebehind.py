@@ -15,7 +15,7 @@ from kvcellar.keys.digest import NamespaceId
 from kvcellar.protocol.tier_messages import TierAnswer, Write, WriteDone
 from kvcellar.server.tier_line import TierAsker
 from kvcellar.server.tier_meters import TierMeters
-from kvcellar.store.entries import OwnerId
+from kvcellar.store.entries import Group, OwnerId
 from kvcellar.store.grants import Held, hold, vacate
 from kvcellar.store.machine import Store
 from kvcellar.store.reservations import Reservation
@@ -84,18 +84,9 @@ class WriteBehind:
             owner: the life of the tier process; 0 while there is none.
             reservation: whose last rank has committed.
         """
-        keys = [chunk.key for chunk in reservation.chunks]
-        space = reservation.namespace
-        # What is behind a gap is of no use, so the leading ones are kept.
-        count = min(len(keys), self._places(space.chunk_bytes)) if owner else 0
-        self._meters.unwritten_chunks += len(keys) - count
-        for at in range(0, count, self._asker.batch_max):
-            held = hold(self._store, owner, keys[at : min(count, at + self._asker.batch_max)])
-            if held is not None:
-                self.bytes += held.size_bytes
-                self.chunks += len(held.keys)
-                tenant = reservation.tenant.name
-                self._queue.append(_Job(owner, space.id, space.shard_bytes, tenant, held))
+        for group in reservation.namespace.groups:
+            keys = [chunk.key for chunk in reservation.chunks if chunk.group is group]
+            self._queue_keys(owner, group, keys, tenant=reservation.tenant.name)
         self._send()
 
     def life_ended(self) -> None:
@@ -121,6 +112,18 @@ class WriteBehind:
                 keys=[held.keys[place] for place in kept],
                 refs=b"".join([held.refs[place * width : (place + 1) * width] for place in kept]),
             )
+
+    def _queue_keys(self, owner: OwnerId, group: Group, keys: list[bytes], *, tenant: str) -> None:
+        """Queue chunks of one KV group, as many as there is place for."""
+        # What is behind a gap is of no use, so the leading ones are kept.
+        count = min(len(keys), self._places(group.chunk_bytes)) if owner else 0
+        self._meters.unwritten_chunks += len(keys) - count
+        for at in range(0, count, self._asker.batch_max):
+            held = hold(self._store, owner, keys[at : min(count, at + self._asker.batch_max)])
+            if held is not None:
+                self.bytes += held.size_bytes
+                self.chunks += len(held.keys)
+                self._queue.append(_Job(owner, group.namespace, group.shard_bytes, tenant, held))
 
     def _places(self, chunk_bytes: int) -> int:
         """Return how many more chunks of a size may be queued."""

@@ -10,7 +10,7 @@ down here and up there. Called by the store only.
 
 from kvcellar.memory.slots import SlotAllocator
 from kvcellar.store.departures import Departures
-from kvcellar.store.entries import Entry, Namespace
+from kvcellar.store.entries import Entry, Group
 from kvcellar.store.policies import EvictionPolicy
 from kvcellar.store.reservations import PendingChunk, Reservation
 from kvcellar.tenancy.ranking import Tenant
@@ -42,7 +42,7 @@ class Catalog:
         self.chunks = 0
         self.objects = 0
 
-    def link(self, key: bytes, namespace: Namespace, *, parent: bytes, tenant: Tenant) -> Entry:
+    def link(self, key: bytes, group: Group, *, parent: bytes, tenant: Tenant) -> Entry:
         """Return the entry of `key`, made and hung below `parent` if need be.
 
         From here on the parent is no leaf, so making room for a chunk never evicts its own
@@ -50,10 +50,10 @@ class Catalog:
         """
         entry = self.entries.get(key)
         if entry is None:
-            entry = self._add(key, namespace, tenant)
+            entry = self._add(key, group, tenant)
         if not entry.parent and parent:
-            above = self.entries.get(parent) or self._add(parent, namespace, tenant)
-            if above.namespace is namespace and not self._descends(above, entry):
+            above = self.entries.get(parent) or self._add(parent, group, tenant)
+            if above.group is group and not self._descends(above, entry):
                 entry.parent = above.key
                 above.children += 1
                 self.policy.withdraw(above)
@@ -78,7 +78,7 @@ class Catalog:
         entry.tenant = tenant
         entry.tick = tick
         self.chunks += 1
-        self.objects += len(entry.namespace.shard_bytes)
+        self.objects += len(entry.group.shard_bytes)
         self._offer_leaf(entry)
 
     def vacate(self, entry: Entry) -> None:
@@ -89,10 +89,10 @@ class Catalog:
         """
         assert entry.refs, entry.key.hex()
         self.chunks -= 1
-        self.objects -= len(entry.namespace.shard_bytes)
+        self.objects -= len(entry.group.shard_bytes)
         self.policy.withdraw(entry)
         if entry.leases:
-            heir = Entry(entry.key, entry.namespace, entry.tenant)
+            heir = Entry(entry.key, entry.group, entry.tenant)
             heir.parent = entry.parent
             heir.children = entry.children
             self.entries[entry.key] = heir
@@ -115,14 +115,14 @@ class Catalog:
 
     def free_reserved(self, held: Reservation, chunk: PendingChunk) -> None:
         """Give the slots of a reserved chunk back."""
-        for offset, taken_bytes in held.namespace.extents_of_offsets(chunk.offsets):
+        for offset, taken_bytes in chunk.extents():
             self.allocator.free(offset, taken_bytes)
-        self.shares.discharge(held.tenant, held.namespace.chunk_bytes)
+        self.shares.discharge(held.tenant, chunk.group.chunk_bytes)
 
-    def _add(self, key: bytes, namespace: Namespace, tenant: Tenant) -> Entry:
-        entry = Entry(key, namespace, tenant)
+    def _add(self, key: bytes, group: Group, tenant: Tenant) -> Entry:
+        entry = Entry(key, group, tenant)
         self.entries[key] = entry
-        namespace.entries += 1
+        group.entries += 1
         return entry
 
     def _prune(self, entry: Entry) -> None:
@@ -131,7 +131,7 @@ class Catalog:
         while above and not (above.refs or above.children or above.key in self.writers):
             below = above
             del self.entries[below.key]
-            below.namespace.entries -= 1
+            below.group.entries -= 1
             above = self.entries[below.parent] if below.parent else None
             if above:
                 above.children -= 1
@@ -156,6 +156,6 @@ class Catalog:
 
     def _free_slots(self, entry: Entry) -> None:
         refs, entry.refs = entry.refs, b""
-        for offset, taken_bytes in entry.namespace.extents_of_refs(refs):
+        for offset, taken_bytes in entry.group.extents_of_refs(refs):
             self.allocator.free(offset, taken_bytes)
-        self.shares.discharge(entry.tenant, entry.namespace.chunk_bytes)
+        self.shares.discharge(entry.tenant, entry.group.chunk_bytes)

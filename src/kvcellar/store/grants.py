@@ -51,7 +51,7 @@ def hold(store: Store, owner: OwnerId, keys: Iterable[bytes]) -> Held | None:
         store.leases.add(owner, Lease(0, found)),
         [entry.key for entry in found],
         b"".join([entry.refs for entry in found]),
-        sum(entry.namespace.chunk_bytes for entry in found),
+        sum(entry.group.chunk_bytes for entry in found),
     )
 
 

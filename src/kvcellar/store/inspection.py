@@ -12,6 +12,7 @@ from kvcellar.keys.digest import KEY_BYTES, NamespaceId
 from kvcellar.store.departures import Reason
 from kvcellar.store.entries import Entry
 from kvcellar.store.machine import Store
+from kvcellar.store.search import find_reach
 
 __all__ = ["Deletion", "Listing", "count_leading", "delete_chunk", "list_chunks"]
 
@@ -58,25 +59,25 @@ def list_chunks(
     found = [
         entry
         for entry in page
-        if entry.refs and (namespaces is None or entry.namespace.id in namespaces)
+        if entry.refs and (namespaces is None or entry.group.namespace in namespaces)
     ]
     end = at + len(page)
     return Listing(found, end if page and end < len(entries) else 0)
 
 
 def count_leading(store: Store, namespace: NamespaceId, keys: bytes) -> int:
-    """Return how many leading keys are complete chunks of a namespace; nothing counts as used.
+    """Return how many leading chunks a lookup would find; nothing counts as used.
 
     Args:
         store: whose chunks.
         namespace: 32 bytes.
-        keys: 32 bytes a chunk, in prefix order.
+        keys: 32 bytes a chunk, in prefix order, KV group after KV group.
     """
-    for at in range(0, len(keys), KEY_BYTES):
-        entry = store.catalog.entries.get(keys[at : at + KEY_BYTES])
-        if entry is None or not entry.refs or entry.namespace.id != namespace:
-            return at // KEY_BYTES
-    return len(keys) // KEY_BYTES
+    space = store.namespace(namespace)
+    if space is None:
+        return 0
+    count = len(keys) // KEY_BYTES // len(space.groups)
+    return find_reach(store.catalog.entries, space.groups, keys, count=count).end
 
 
 def delete_chunk(store: Store, key: bytes, *, force: bool) -> int:

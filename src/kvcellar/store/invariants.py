@@ -39,10 +39,10 @@ def _retired(store: Store) -> set[Entry]:
 def _owned_extents(store: Store) -> Iterator[tuple[int, int]]:
     for entry in [*store.catalog.entries.values(), *_retired(store)]:
         if entry.refs:
-            yield from entry.namespace.extents_of_refs(entry.refs)
+            yield from entry.group.extents_of_refs(entry.refs)
     for held in store.reservations:
         for chunk in held.chunks:
-            yield from held.namespace.extents_of_offsets(chunk.offsets)
+            yield from chunk.extents()
 
 
 def _check_slots(store: Store) -> None:
@@ -63,11 +63,11 @@ def _check_entries(store: Store) -> None:
         assert entry.refs or entry.children or key in store.catalog.writers, ("kept", key)
         assert entry.refs or not entry.leases, ("leased and incomplete", key)
         if entry.parent:
-            assert entries[entry.parent].namespace is entry.namespace, key
+            assert entries[entry.parent].group is entry.group, key
     assert children.keys() <= entries.keys()
-    counted = Counter(entry.namespace for entry in entries.values())
-    for space in counted:
-        assert space.entries == counted[space], (space.entries, counted[space])
+    counted = Counter(entry.group for entry in entries.values())
+    for group in counted:
+        assert group.entries == counted[group], (group.entries, counted[group])
 
 
 def _check_writers(store: Store) -> None:
@@ -81,9 +81,11 @@ def _check_writers(store: Store) -> None:
     assert len(listed) == len(set(listed))
     assert set(listed) == writing
     assert all(store.catalog.writers.values()), "an empty list is kept"
-    for key, held in listed:
-        assert store.catalog.entries[key].namespace is held.namespace, key
     for held in store.reservations:
+        for chunk in held.chunks:
+            assert chunk.group in held.namespace.groups, chunk.key
+            entry = store.catalog.entries.get(chunk.key)
+            assert held.is_void or (entry and entry.group is chunk.group), chunk.key
         assert held.out, ("nobody is awaited", held.handle)
 
 
@@ -102,9 +104,9 @@ def _check_tenants(store: Store) -> None:
     held = Counter[Tenant]()
     for entry in [*store.catalog.entries.values(), *_retired(store)]:
         if entry.refs:
-            held[entry.tenant] += entry.namespace.chunk_bytes
+            held[entry.tenant] += entry.group.chunk_bytes
     for reservation in store.reservations:
-        held[reservation.tenant] += len(reservation.chunks) * reservation.namespace.chunk_bytes
+        held[reservation.tenant] += sum(chunk.group.chunk_bytes for chunk in reservation.chunks)
     assert {tenant: tenant.used_bytes for tenant in shares if tenant.used_bytes} == +held
     assert shares.used_bytes == store.catalog.allocator.used_bytes
     assert shares.capacity_bytes == store.catalog.allocator.total_bytes
@@ -115,7 +117,7 @@ def _check_statistics(store: Store) -> None:
     complete = [entry for entry in store.catalog.entries.values() if entry.refs]
     pending = sum(len(held.chunks) for held in store.reservations if not held.is_void)
     assert counted.chunks == len(complete)
-    assert counted.objects == sum(len(entry.namespace.shard_bytes) for entry in complete)
+    assert counted.objects == sum(len(entry.group.shard_bytes) for entry in complete)
     assert counted.leases == len(list(store.leases))
     assert counted.leased_chunks == sum(len(lease.entries) for lease in store.leases)
     assert counted.reservations == len(list(store.reservations))

@@ -10,12 +10,12 @@ that was second) is a value; errors are for clients that break the protocol.
 from collections.abc import Collection, Iterable
 
 from kvcellar.errors import MalformedError, NotRegisteredError
-from kvcellar.keys.digest import KEY_BYTES, NamespaceId
+from kvcellar.keys.digest import NamespaceId
 from kvcellar.memory.slots import SlotAllocator
 from kvcellar.protocol.messages import OFFSET_BYTES, REF_BYTES, ChunkState, CommitOutcome
 from kvcellar.store.catalog import Catalog
 from kvcellar.store.departures import Reason
-from kvcellar.store.entries import Entry, OwnerId
+from kvcellar.store.entries import Group, Namespace, OwnerId
 from kvcellar.store.holdings import Holdings
 from kvcellar.store.leases import Lease
 from kvcellar.store.limits import StoreLimits
@@ -23,8 +23,18 @@ from kvcellar.store.namespaces import Namespaces
 from kvcellar.store.policies import EvictionPolicy
 from kvcellar.store.reservations import PendingChunk, Reservation
 from kvcellar.store.room import Room
+from kvcellar.store.search import find_reach
 from kvcellar.store.statistics import StoreStatistics
-from kvcellar.store.wire import SEAL_BYTES, Hit, Reserved, check_reserve, count_keys, join_refs
+from kvcellar.store.wire import (
+    SEAL_BYTES,
+    Hit,
+    Reserved,
+    check_reserve,
+    count_chunks,
+    count_keys,
+    join_refs,
+    read_places,
+)
 
 __all__ = ["Hit", "Reserved", "Store"]
 
@@ -90,27 +100,38 @@ class Store:
         self.room.shrink(shares.tenant(tenant))
         return self._counters.evicted > before and shares.over_bytes(shares.tenant(tenant)) > 0
 
-    def bind(self, namespace: NamespaceId, shard_bytes: tuple[int, ...]) -> None:
+    def bind(
+        self,
+        namespace: NamespaceId,
+        shard_bytes: tuple[int, ...],
+        spans: tuple[int, ...] = (0,),
+    ) -> None:
         """Make a namespace known; several instances may bind the same one.
 
         Args:
             namespace: 32 bytes.
-            shard_bytes: bytes of each rank's shard of a chunk, in rank order.
+            shard_bytes: bytes of each rank's shard of a chunk, in rank order, one KV group after
+                the other.
+            spans: for each KV group what a hit needs of it, see `Group.span`.
 
         Raises:
             MismatchError: it is known with other sizes.
             LimitError: such chunks can never be stored, or there are too many namespaces.
             MalformedError: the arguments are no namespace.
         """
-        self._namespaces.bind(namespace, shard_bytes)
+        self._namespaces.bind(namespace, shard_bytes, spans)
+
+    def namespace(self, identity: NamespaceId) -> Namespace | None:
+        """Return what a namespace is made of, None where it is not bound."""
+        return self._namespaces.get(identity)
 
     def lookup(self, owner: OwnerId, namespace: NamespaceId, keys: bytes, *, request: int) -> Hit:
-        """Return the longest leading run of `keys` that is complete, leased to `owner`.
+        """Return the longest prefix that can be hit; what it needs is leased to `owner`.
 
         Args:
             owner: who asks.
             namespace: a bound one.
-            keys: `KEY_BYTES` each, in prefix order, at most `KEYS_MAX`.
+            keys: `KEY_BYTES` each, in prefix order, group after group, at most `KEYS_MAX`.
             request: id of the request, for heartbeats.
 
         Raises:
@@ -120,30 +141,24 @@ class Store:
         """
         space = self._namespaces.bound(namespace)
         counters = self._counters
+        count = count_chunks(keys, groups=len(space.groups))
         counters.lookups += 1
-        counters.chunks_asked += count_keys(keys)
+        counters.chunks_asked += count
         if self.leases.count_of(owner) >= self._limits.leases_max:
             counters.lookups_refused += 1
             return Hit(0, 0, b"")
         self._tick = tick = self._tick + 1
-        find = self.catalog.entries.get
-        found: list[Entry] = []
-        keep = found.append
-        for at in range(0, len(keys), KEY_BYTES):
-            entry = find(keys[at : at + KEY_BYTES])
-            if entry is None or not entry.refs or entry.namespace is not space:
-                break
-            entry.leases += 1
-            entry.tick = tick
-            keep(entry)
+        end, found = find_reach(self.catalog.entries, space.groups, keys, count=count)
         if not found:
             return Hit(0, 0, b"")
-        count = len(found)
-        counters.chunks_hit += count
-        counters.leased_chunks += count
+        for entry in found:
+            entry.leases += 1
+            entry.tick = tick
+        counters.chunks_hit += end
+        counters.leased_chunks += len(found)
         self.catalog.shares.touch(found[-1].tenant)
         refs = b"".join([entry.refs for entry in found])
-        return Hit(count, self.leases.add(owner, Lease(request, found)), refs)
+        return Hit(end, self.leases.add(owner, Lease(request, found)), refs)
 
     def release(self, owner: OwnerId, leases: Iterable[int]) -> None:
         """End read leases; unknown ones and those of others are ignored."""
@@ -189,6 +204,7 @@ class Store:
         now_s: float,
         request: int,
         tenant: str = "",
+        groups: bytes = b"",
     ) -> Reserved:
         """Reserve slots for all shards of the chunks that are new, as far as they fit.
 
@@ -196,11 +212,12 @@ class Store:
             owner: the scheduler half that asks.
             namespace: a bound one.
             keys: `KEY_BYTES` each, consecutive chunks in prefix order, at most `KEYS_MAX`.
-            parent: key of the chunk before the first; empty where there is none.
+            parent: key of the chunk before the first, for each KV group with span 0; or empty.
             writers: the living owner of each rank, in rank order.
             now_s: the time now, in seconds that never go back.
             request: id of the request, for heartbeats.
             tenant: on whose account the slots go.
+            groups: the KV group of each key, a byte each; empty where all are of the first.
 
         Returns:
             A handle (0 if nothing was reserved), a `ChunkState` for each key, and `OFFSET_BYTES`
@@ -214,7 +231,7 @@ class Store:
         """
         space = self._namespaces.bound(namespace)
         count = count_keys(keys)
-        check_reserve(space, parent=parent, writers=writers)
+        check_reserve(space, parent=parent, writers=writers, groups=groups, count=count)
         self._tick += 1
         self.catalog.departures.now_s = now_s
         pending = Reservation(
@@ -225,7 +242,7 @@ class Store:
             reserved_s=now_s,
             request=request,
         )
-        states = self._reserve_chunks(pending, keys, parent=parent)
+        states = self._reserve_chunks(pending, keys, parent=parent, groups=groups)
         # A chunk behind a hole could not be found, so nothing after the first FULL is stored.
         self._counters.refused_full += count - len(states)
         states.extend([ChunkState.FULL] * (count - len(states)))
@@ -303,7 +320,7 @@ class Store:
             Whether it was removed; a newer copy elsewhere is left alone.
         """
         entry = self.catalog.entries.get(key)
-        if entry is None or not entry.refs or not 0 <= shard < len(entry.namespace.shard_bytes):
+        if entry is None or not entry.refs or not 0 <= shard < len(entry.group.shard_bytes):
             return False
         at = shard * REF_BYTES
         if int.from_bytes(entry.refs[at : at + OFFSET_BYTES], "little") != offset:
@@ -331,13 +348,13 @@ class Store:
         gone = [
             entry
             for entry in self.catalog.entries.values()
-            if entry.refs and (space is None or entry.namespace is space)
+            if entry.refs and (space is None or entry.group in space.groups)
         ]
         for entry in gone:
             self.catalog.vacate(entry)
         self.catalog.departures.note_clear(namespace or b"")
         self._counters.cleared += len(gone)
-        return len(gone), sum(entry.namespace.chunk_bytes for entry in gone)
+        return len(gone), sum(entry.group.chunk_bytes for entry in gone)
 
     def reader_left(self, owner: OwnerId) -> None:
         """End the read leases of an owner whose connection is gone.
@@ -374,27 +391,30 @@ class Store:
             if not entry.leases and not entry.children:
                 self.catalog.end_last_lease(entry)
 
-    def _reserve_chunks(self, pending: Reservation, keys: bytes, *, parent: bytes) -> bytearray:
+    def _reserve_chunks(
+        self, pending: Reservation, keys: bytes, *, parent: bytes, groups: bytes
+    ) -> bytearray:
         """Return the states of the leading chunks, up to the first that is FULL."""
         states = bytearray()
-        if self.reservations.count_of(pending.owner) < self._limits.reservations_max:
-            for at in range(0, len(keys), KEY_BYTES):
-                key = keys[at : at + KEY_BYTES]
-                state = self._reserve_chunk(pending, key, parent=parent)
-                if state == ChunkState.FULL:
-                    break
-                states.append(state)
-                parent = key
+        if self.reservations.count_of(pending.owner) >= self._limits.reservations_max:
+            return states
+        for key, group, above in read_places(pending.namespace, keys, parent, groups):
+            state = self._reserve_chunk(pending, key, group, parent=above)
+            if state == ChunkState.FULL:
+                break
+            states.append(state)
         return states
 
-    def _reserve_chunk(self, pending: Reservation, key: bytes, *, parent: bytes) -> int:
+    def _reserve_chunk(
+        self, pending: Reservation, key: bytes, group: Group, *, parent: bytes
+    ) -> int:
         catalog = self.catalog
         entry = catalog.entries.get(key)
         if entry is not None:
-            if entry.refs and entry.namespace is pending.namespace:
+            if entry.refs and entry.group is group:
                 entry.tick = self._tick
                 return ChunkState.PRESENT
-            if not pending.may_write(entry):
+            if not pending.may_write(entry, group):
                 # A key names its namespace and tenant, so only a client that lies comes here.
                 return ChunkState.BUSY
         writers = catalog.writers.get(key)
@@ -404,7 +424,7 @@ class Store:
                 self._counters.busy += 1
                 return ChunkState.BUSY
         is_second = bool(writers)
-        entry = catalog.link(key, pending.namespace, parent=parent, tenant=pending.tenant)
+        entry = catalog.link(key, group, parent=parent, tenant=pending.tenant)
         # A writer keeps its entry: making room may evict the last child that has kept it so far.
         catalog.add_writer(entry, pending)
         offsets = self.room.allocate(entry, pending)
@@ -413,7 +433,7 @@ class Store:
             catalog.departures.note(entry.key, Reason.FULL)
             return ChunkState.FULL
         self._counters.second_writers += is_second
-        pending.chunks.append(PendingChunk(entry.key, offsets))
+        pending.chunks.append(PendingChunk(entry.key, offsets, group))
         return ChunkState.RESERVED
 
     def _writing(self, owner: OwnerId, reservation: int, shard: int) -> Reservation:

@@ -5,11 +5,13 @@ chunks can never be stored is refused at start, with both sizes, and not by a ca
 empty. Asked by the store with every request.
 """
 
+from collections.abc import Iterator
+
 from kvcellar.errors import LimitError, MalformedError, MismatchError, NotRegisteredError
 from kvcellar.keys.digest import KEY_BYTES, NamespaceId
 from kvcellar.memory.slots import SlotAllocator
-from kvcellar.protocol.limits import WORLD_SIZE_MAX
-from kvcellar.store.entries import Namespace
+from kvcellar.protocol.limits import GROUPS_MAX, KEYS_MAX, WORLD_SIZE_MAX
+from kvcellar.store.entries import Group, Namespace
 from kvcellar.store.limits import StoreLimits
 from kvcellar.units import format_bytes
 
@@ -42,26 +44,44 @@ class Namespaces:
             raise NotRegisteredError(f"namespace {identity.hex()[:16]} is not known: bind it first")
         return space
 
-    def bind(self, identity: NamespaceId, shard_bytes: tuple[int, ...]) -> None:
+    def bind(
+        self, identity: NamespaceId, shard_bytes: tuple[int, ...], spans: tuple[int, ...]
+    ) -> None:
         """Make a namespace known; see `Store.bind`."""
         known = self._known.get(identity)
         if known is None:
-            slots = self._slots(identity, shard_bytes)
+            groups = tuple(self._groups(identity, shard_bytes, spans))
             if len(self._known) >= self._limits.namespaces_max:
                 self._forget_empty()
-            self._known[identity] = Namespace(identity, shard_bytes, slots)
-        elif known.shard_bytes != shard_bytes:
+            self._known[identity] = Namespace(identity, groups)
+            return
+        sizes = tuple(size for group in known.groups for size in group.shard_bytes)
+        if (sizes, tuple(group.span for group in known.groups)) != (shard_bytes, spans):
             raise MismatchError(
-                f"namespace {identity.hex()[:16]} is known with shards of {known.shard_bytes} "
-                f"bytes, not {shard_bytes}: both instances must run the same model the same way"
+                f"namespace {identity.hex()[:16]} is known with shards of {sizes} bytes in "
+                f"{len(known.groups)} KV groups, not {shard_bytes} in {len(spans)}: both instances "
+                "must run the same model the same way"
             )
 
-    def _slots(self, identity: NamespaceId, shard_bytes: tuple[int, ...]) -> tuple[int, ...]:
-        if len(identity) != KEY_BYTES or not 1 <= len(shard_bytes) <= WORLD_SIZE_MAX:
+    def _groups(
+        self, identity: NamespaceId, shard_bytes: tuple[int, ...], spans: tuple[int, ...]
+    ) -> Iterator[Group]:
+        count, rest = divmod(len(shard_bytes), len(spans) or 1)
+        if len(identity) != KEY_BYTES or rest or not 1 <= count <= WORLD_SIZE_MAX:
             raise MalformedError(
-                f"bind of a namespace of {len(identity)} bytes with {len(shard_bytes)} shards: "
-                f"it has {KEY_BYTES} bytes and from 1 to {WORLD_SIZE_MAX} shards"
+                f"bind of a namespace of {len(identity)} bytes with {len(shard_bytes)} shards in "
+                f"{len(spans)} KV groups: it has {KEY_BYTES} bytes and, in each group, as many "
+                f"shards from 1 to {WORLD_SIZE_MAX}"
             )
+        if not 1 <= len(spans) <= GROUPS_MAX or max(map(abs, spans)) > KEYS_MAX:
+            raise MalformedError(
+                f"bind with spans {spans[:8]}: from 1 to {GROUPS_MAX}, none over {KEYS_MAX} chunks"
+            )
+        for at, span in zip(range(0, len(shard_bytes), count), spans, strict=True):
+            sizes = shard_bytes[at : at + count]
+            yield Group(identity, sizes, self._slots(sizes), span=span)
+
+    def _slots(self, shard_bytes: tuple[int, ...]) -> tuple[int, ...]:
         if min(shard_bytes) < 1:
             raise MalformedError(f"bind with shards of {shard_bytes} bytes: each has at least 1")
         slots = tuple(self._allocator.slot_bytes(size) for size in shard_bytes)
@@ -84,7 +104,7 @@ class Namespaces:
         # Each reset of a cache makes a new namespace. Forgetting one without entries costs its
         # instance a new bind, if it is still in use.
         for identity, space in list(self._known.items()):
-            if not space.entries:
+            if not any(group.entries for group in space.groups):
                 del self._known[identity]
         if len(self._known) >= self._limits.namespaces_max:
             raise LimitError(

@@ -5,24 +5,31 @@ the scheduler half died, the cache was cleared). A void reservation keeps its sl
 can touch them any more, for a DMA may still run. Kept in `Holdings`, moved on by the store.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvcellar.store.entries import Entry, Namespace, OwnerId
+from kvcellar.store.entries import Entry, Group, Namespace, OwnerId
 from kvcellar.tenancy.ranking import Tenant
 
 __all__ = ["PendingChunk", "Reservation"]
 
 
 class PendingChunk(NamedTuple):
-    """One chunk that is being written.
+    """One group's part of a chunk that is being written.
 
     Attributes:
         key: 32 bytes.
         offsets: `OFFSET_BYTES` for each shard.
+        group: where it belongs.
     """
 
     key: bytes
     offsets: bytes
+    group: Group
+
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """Yield (offset, bytes taken) of each shard."""
+        return self.group.extents_of_offsets(self.offsets)
 
 
 class Reservation:
@@ -79,6 +86,6 @@ class Reservation:
         self.out = set(range(len(writers)))
         self.is_void = False
 
-    def may_write(self, entry: Entry) -> bool:
-        """Return whether an entry that is there already belongs where this one's chunks do."""
-        return entry.namespace is self.namespace and entry.tenant.name == self.tenant.name
+    def may_write(self, entry: Entry, group: Group) -> bool:
+        """Return whether an entry that is there already is what this one would write."""
+        return entry.group is group and entry.tenant.name == self.tenant.name

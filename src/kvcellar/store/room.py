@@ -54,7 +54,7 @@ class Room:
             pending: the reservation in the making, whose slots are not in the books yet.
         """
         shares, tenant = self._catalog.shares, pending.tenant
-        chunk_bytes = entry.namespace.chunk_bytes
+        chunk_bytes = entry.group.chunk_bytes
         if shares.over_bytes(tenant, chunk_bytes):
             self.shrink(tenant, chunk_bytes)
             if shares.over_bytes(tenant, chunk_bytes):
@@ -69,7 +69,7 @@ class Room:
         return offsets
 
     def _take_slots(self, entry: Entry, pending: Reservation) -> bytes | None:
-        space = entry.namespace
+        space = entry.group
         taken: list[int] = []
         for size_bytes in space.shard_bytes:
             offset = self._allocator.allocate(size_bytes)
@@ -118,7 +118,7 @@ class Room:
             victim = self._catalog.policy.take()
             if victim is None:
                 return None
-            freed_bytes += victim.namespace.chunk_bytes
+            freed_bytes += victim.group.chunk_bytes
             self._evict(victim)
             offset = self._allocator.allocate(size_bytes)
             if offset is not None:
@@ -140,7 +140,7 @@ class Room:
         for lease in self._leases:
             kept.update(lease.entries)
         for held in kept:
-            fixed.extend(held.namespace.extents_of_refs(held.refs))
+            fixed.extend(held.group.extents_of_refs(held.refs))
         entries = self._catalog.entries.values()
         return self.steps.coldest(
             self._allocator.slot_bytes(size_bytes),
@@ -151,10 +151,10 @@ class Room:
     def _written(
         self, entry: Entry, pending: Reservation, taken: list[int]
     ) -> Iterator[tuple[int, int]]:
-        yield from zip(taken, entry.namespace.slot_bytes, strict=False)
+        yield from zip(taken, entry.group.slot_bytes, strict=False)
         for reservation in (*self._reservations, pending):
             for chunk in reservation.chunks:
-                yield from reservation.namespace.extents_of_offsets(chunk.offsets)
+                yield from chunk.extents()
 
     def _prefix(self, entry: Entry) -> Iterator[Entry]:
         while entry.parent:

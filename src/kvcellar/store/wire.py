@@ -3,15 +3,26 @@
 Used by the store alone, before and after it decides.
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
 from kvcellar.errors import LimitError, MalformedError, MismatchError
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import OFFSET_BYTES, REF_BYTES
-from kvcellar.store.entries import Namespace, OwnerId
+from kvcellar.store.entries import Group, Namespace, OwnerId
 
-__all__ = ["SEAL_BYTES", "Hit", "Reserved", "check_reserve", "count_keys", "join_refs"]
+__all__ = [
+    "SEAL_BYTES",
+    "Hit",
+    "Reserved",
+    "check_reserve",
+    "count_chunks",
+    "count_keys",
+    "join_refs",
+    "read_places",
+]
 
 SEAL_BYTES = REF_BYTES - OFFSET_BYTES
 
@@ -53,20 +64,63 @@ def join_refs(offsets: bytes, seals: list[bytes], index: int) -> bytes:
     )
 
 
-def check_reserve(space: Namespace, *, parent: bytes, writers: tuple[OwnerId, ...]) -> None:
+def check_reserve(
+    space: Namespace, *, parent: bytes, writers: tuple[OwnerId, ...], groups: bytes, count: int
+) -> None:
     """Check what a reserve says besides its keys.
 
     Raises:
-        MalformedError: `parent` is no key.
+        MalformedError: `parent` or `groups` is not what it must be.
         MismatchError: the instance has not one rank for each shard.
     """
-    if len(parent) not in (0, KEY_BYTES):
-        raise MalformedError(f"parent has {len(parent)} bytes: send 0 or {KEY_BYTES}")
-    if len(writers) != len(space.shard_bytes):
-        raise MismatchError(
-            f"the instance has {len(writers)} ranks, its namespace {len(space.shard_bytes)} "
-            "shards a chunk: each rank writes one"
+    parents = sum(not group.span for group in space.groups)
+    if len(parent) not in (0, parents * KEY_BYTES):
+        raise MalformedError(
+            f"parent has {len(parent)} bytes: send 0 or {parents * KEY_BYTES}, a key for each KV "
+            "group that needs all chunks"
         )
+    if groups and (len(groups) != count or max(groups) >= len(space.groups)):
+        raise MalformedError(
+            f"groups has {len(groups)} bytes up to {max(groups)} for {count} keys: send one below "
+            f"{len(space.groups)} for each, or none"
+        )
+    shards = len(space.groups[0].shard_bytes)
+    if len(writers) != shards:
+        raise MismatchError(
+            f"the instance has {len(writers)} ranks, its namespace {shards} shards a chunk: each "
+            "rank writes one"
+        )
+
+
+def read_places(
+    space: Namespace, keys: bytes, parent: bytes, groups: bytes
+) -> Iterator[tuple[bytes, Group, bytes]]:
+    """Yield what a reserve names, once it was checked: a key, its KV group, the key above it.
+
+    What only an end needs hangs below nothing: it leaves when nobody ends there any more.
+    """
+    whole = [index for index, group in enumerate(space.groups) if not group.span]
+    above = {index: parent[at * KEY_BYTES :][:KEY_BYTES] for at, index in enumerate(whole)}
+    for place, at in enumerate(range(0, len(keys), KEY_BYTES)):
+        key, index = keys[at : at + KEY_BYTES], groups[place] if groups else 0
+        yield key, space.groups[index], above.get(index, b"")
+        if index in above:
+            above[index] = key
+
+
+def count_chunks(keys: bytes, *, groups: int) -> int:
+    """Return for how many chunks there is a key of each KV group.
+
+    Raises:
+        MalformedError: they are no list of keys, or not as many for each group.
+        LimitError: they are more than `KEYS_MAX`.
+    """
+    count, rest = divmod(count_keys(keys), groups)
+    if rest:
+        raise MalformedError(
+            f"{len(keys) // KEY_BYTES} keys for {groups} KV groups: send as many for each"
+        )
+    return count
 
 
 def count_keys(keys: bytes) -> int:

@@ -23,7 +23,7 @@ def test_a_chunk_is_the_smallest_number_of_blocks_that_is_no_less_than_the_wish(
         with ToyEngine(toy, server.port) as engine:
             engine.wait_bound()
             bound = engine.half._binder.current()
-            assert (bound.chunk_tokens, bound.blocks_per_chunk) == (chunk, chunk // BLOCK_TOKENS)
+            assert (bound.chunk_tokens, bound.groups[0].blocks) == (chunk, chunk // BLOCK_TOKENS)
             text = list(range(100))
             engine.ask(text)
             engine.settle()

@@ -17,6 +17,7 @@ from tests.engines.vllm.toy_model import VOCABULARY
 from tests.server.disk import DiskServer
 from tests.server.running import eventually
 
+from kvcellar.engines.vllm.versions import can_fail_whole_loads
 from kvcellar.protocol.messages import Clear
 
 pytestmark = pytest.mark.engine
@@ -150,3 +151,26 @@ def test_where_only_memory_counts_nothing_is_fetched(cellar, start, texts):
     engine = start(fetch_timeout_s=0)
     assert engine.ask(texts[0])[1] == 0
     assert fetches(cellar) == 0
+
+
+@pytest.mark.skipif(not can_fail_whole_loads(), reason="this vLLM keeps no windows")
+@pytest.mark.parametrize("specs", [({}, {"window": 50}), ({"window": 75}, {}, {"local": 96})])
+def test_windows_come_back_from_a_disk_after_the_servers_restart(tmp_path, toy, prompt, specs):
+    """Six chunks of each group were written; of windows only what the end needs is read."""
+    text = prompt(200)
+    with serve(tmp_path) as server:
+        eventually(lambda: server.status()["kvcellar"]["arena"]["ready_bytes"])
+        with ToyEngine(toy, server.port, specs=specs, blocks=120) as engine:
+            engine.wait_bound()
+            engine.ask(text)
+            engine.settle()
+        server.wait_written(6 * len(specs))
+    with serve(tmp_path) as server:
+        eventually(lambda: server.status()["kvcellar"]["arena"]["ready_bytes"])
+        options = {"kvcellar.fetch_timeout_s": 20.0}
+        with ToyEngine(toy, server.port, specs=specs, blocks=120, options=options) as engine:
+            engine.wait_bound()
+            assert engine.ask(text)[1] == 192
+            engine.settle()
+        assert server.status()["kvcellar"]["chunks"] < 6 * len(specs)
+        eventually(lambda: server.status()["kvcellar"]["leases"] == 0)

@@ -12,6 +12,7 @@ import pytest
 from tests.engines.vllm.toy_engine import make_config
 from tests.engines.vllm.toy_model import write_model
 
+from kvcellar.engines.vllm.groups import KVGroup
 from kvcellar.engines.vllm.identity import canonical_json, engine_fields
 from kvcellar.keys.digest import engine_digest
 
@@ -38,8 +39,8 @@ def config(toy):
     return make
 
 
-def digest(config, block_tokens=16):
-    return engine_digest(engine_fields(config, block_tokens=block_tokens))
+def digest(config, *groups):
+    return engine_digest(engine_fields(config, groups=groups or (KVGroup(0, 16),)))
 
 
 def test_what_kv_does_not_depend_on_does_not_count(config):
@@ -76,7 +77,12 @@ def test_everything_that_kv_depends_on_counts(config):
         config(load_config__load_format="dummy"),
         config(load_config__load_format="dummy", model_config__seed=7),
     ]
-    digests = [digest(variant) for variant in variants] + [digest(variants[0], 32)]
+    digests = [digest(variant) for variant in variants] + [
+        digest(variants[0], KVGroup(0, 32)),
+        digest(variants[0], KVGroup(0, 16), KVGroup(1, 16)),
+        digest(variants[0], KVGroup(0, 16), KVGroup(1, 16, window=64)),
+        digest(variants[0], KVGroup(0, 16), KVGroup(1, 16, local=64)),
+    ]
     assert len(set(digests)) == len(digests)
 
 
@@ -103,7 +109,7 @@ def test_the_same_weights_elsewhere_are_the_same(config, tmp_path, toy):
 
 def test_weights_that_cannot_be_found_are_named_and_said(config, caplog):
     unknown = config(model_config__model="nobody/such-model")
-    fields = engine_fields(unknown, block_tokens=16)
+    fields = engine_fields(unknown, groups=(KVGroup(0, 16),))
     assert fields["weights.name"] == "nobody/such-model"
     assert "weights not found" in caplog.text
     other = config(model_config__model="nobody/another-model")
@@ -171,10 +177,11 @@ def test_other_processes_with_other_hash_seeds_come_to_the_same(seed):
         "import sys, types\n"
         "from types import SimpleNamespace\n"
         "sys.modules['vllm'] = types.ModuleType('vllm')\n"
+        "from kvcellar.engines.vllm.groups import KVGroup\n"
         "from kvcellar.engines.vllm.identity import engine_fields\n"
         "from kvcellar.keys.digest import engine_digest\n"
         f"{inspect.getsource(plain_config)}"
-        "print(engine_digest(engine_fields(plain_config(), block_tokens=16)).hex())"
+        "print(engine_digest(engine_fields(plain_config(), groups=[KVGroup(0, 16)])).hex())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT / "src")}
     printed = subprocess.check_output(

@@ -6,6 +6,8 @@ import pytest
 
 from kvcellar.engines.vllm.metadata import (
     ConnectorMetadata,
+    GroupLoad,
+    GroupStore,
     JobResult,
     LoadJob,
     StoreJob,
@@ -16,12 +18,14 @@ pytestmark = pytest.mark.engine
 
 
 def test_jobs_come_through_a_pickle_as_they_were():
-    load = LoadJob(1, "r", b"b" * 16, b"k" * 64, b"r" * 64, 2, [4, 5, 6], 1)
-    store = StoreJob(2, "r", b"b" * 16, 9, b"k" * 32, b"o" * 16, (0, 1), [7, 8])
+    reading = GroupLoad(0, b"k" * 64, b"r" * 64, [-1, 4, 5, 6])
+    load = LoadJob(1, "r", b"b" * 16, 2, (reading, GroupLoad(1, b"l" * 32, b"s" * 32, [9])))
+    writing = GroupStore(0, b"k" * 32, b"o" * 16, [7, 8], [0])
+    store = StoreJob(2, "r", b"b" * 16, 9, (0, 1), (writing,))
     sent = ConnectorMetadata(loads=[load], stores=[store], chunk_tokens=32)
     assert pickle.loads(pickle.dumps(sent)) == sent
-    assert (load.chunk_count, load.blocks_per_chunk) == (2, 2)
-    assert (store.chunk_count, store.blocks_per_chunk) == (1, 2)
+    assert (load.chunk_count, reading.chunk_count, reading.blocks_per_chunk) == (3, 2, 2)
+    assert (store.chunk_count, writing.chunk_count, writing.blocks_per_chunk) == (1, 1, 2)
 
 
 def test_reports_of_ranks_add_up():

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvcellar.engines.vllm.regions import find_runs, shard_layout
+from kvcellar.engines.vllm.regions import find_runs, shard_layouts
 from kvcellar.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.engine
@@ -104,7 +104,7 @@ def test_views_of_one_storage_give_the_bytes_of_each_block(
     names = [f"model.layers.{index}.attn" for index in range(layers)]
     spec = attention_spec(heads=heads, dtype=dtype)
     tensors = placed_views(layout, spec, names, block_count)
-    runs = find_runs(config_of(dict.fromkeys(names, spec), block_count), tensors)
+    (runs,) = find_runs(config_of(dict.fromkeys(names, spec), block_count), tensors)
     assert sorted(names) == sorted(name for run in runs for name in run.names)
     assert_pages_are_plain(runs, tensors, block_count)
 
@@ -113,7 +113,7 @@ def test_a_block_outermost_layout_is_one_run_for_all_layers():
     names = ["a", "b", "c"]
     spec = attention_spec()
     tensors = placed_views(KVCacheLayout.BLHNC, spec, names, 4)
-    (run,) = find_runs(config_of(dict.fromkeys(names, spec), 4), tensors)
+    ((run,),) = find_runs(config_of(dict.fromkeys(names, spec), 4), tensors)
     assert run.names == ("a", "b", "c")
     assert 3 * spec.page_size_bytes == run.page_bytes == run.stride_bytes
 
@@ -123,7 +123,7 @@ def test_kernel_blocks_are_regrouped_to_the_engines_blocks():
     spec = attention_spec(tokens=8)
     tensors = placed_views(KVCacheLayout.LBHNC, spec, names, 3, kernel_tokens=2)
     assert tensors["a"].shape[0] == 12
-    runs = find_runs(config_of(dict.fromkeys(names, spec), 3), tensors)
+    (runs,) = find_runs(config_of(dict.fromkeys(names, spec), 3), tensors)
     assert [spec.page_size_bytes] * 2 == [run.page_bytes for run in runs]
     assert_pages_are_plain(runs, tensors, 3)
 
@@ -133,7 +133,7 @@ def test_padding_at_a_pages_end_belongs_to_the_page():
     spec = attention_spec(page_size_padded=1024)
     assert spec.unpadded_page_size_bytes < 1024
     tensors = placed_views(KVCacheLayout.LBHNC, spec, names, 3)
-    runs = find_runs(config_of(dict.fromkeys(names, spec), 3), tensors)
+    (runs,) = find_runs(config_of(dict.fromkeys(names, spec), 3), tensors)
     for run in runs:
         assert (run.page_bytes, run.stride_bytes) == (1024, 1024)
         for block in range(3):
@@ -160,7 +160,7 @@ def test_backend_shapes_of_old_releases_give_the_bytes_of_each_block(order):
         physical = torch.randn([shape[dim] for dim in order])
         tensors[name] = physical.permute([order.index(dim) for dim in range(5)])
         assert shape == tuple(tensors[name].shape)
-    runs = find_runs(config_of(dict.fromkeys(names, spec), block_count), tensors)
+    (runs,) = find_runs(config_of(dict.fromkeys(names, spec), block_count), tensors)
     assert len(runs) == 2
     assert_pages_are_plain(runs, tensors, block_count)
 
@@ -172,7 +172,7 @@ def test_old_packed_allocations_give_the_bytes_of_each_block():
     for index, name in enumerate(names):
         flat = raw[:, index * page : (index + 1) * page].view(torch.float32)
         tensors[name] = flat.unflatten(1, (2, 4, 2, 8))
-    runs = find_runs(config_of(dict.fromkeys(names, attention_spec()), block_count), tensors)
+    (runs,) = find_runs(config_of(dict.fromkeys(names, attention_spec()), block_count), tensors)
     assert [run.names for run in runs] == [("a", "b", "c")]
     assert 3 * page + 64 == runs[0].stride_bytes
     assert_pages_are_plain(runs, tensors, block_count)
@@ -189,7 +189,7 @@ def test_latent_and_indexer_layers_of_one_group_have_pages_of_their_own_size():
         for name, spec in specs.items()
     }
     uniform = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
-    runs = find_runs(config_of(specs, 5, group_spec=uniform), tensors)
+    (runs,) = find_runs(config_of(specs, 5, group_spec=uniform), tensors)
     assert [run.page_bytes for run in runs] == [192, 80, 192, 80]
     assert_pages_are_plain(runs, tensors, 5)
 
@@ -214,7 +214,7 @@ def test_only_latents_are_the_same_on_all_ranks(kinds, shared_as):
     }
     group_spec = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
     config = config_of(specs, 5, group_spec=group_spec)
-    layout = shard_layout(
+    (layout,) = shard_layouts(
         engine_config(specs, rank=2),
         config,
         tensors,
@@ -231,7 +231,7 @@ def test_layers_that_share_memory_are_copied_once():
     tensors["shares a"] = tensors["a"]
     tensors["not of the group"] = tensors["b"]
     config = config_of(dict.fromkeys(["a", "b", "shares a"], spec), 3)
-    assert [run.names for run in find_runs(config, tensors)] == [("a",), ("b",)]
+    assert [run.names for run in find_runs(config, tensors)[0]] == [("a",), ("b",)]
 
 
 def test_blocks_that_are_not_outermost_are_refused_by_layer():
@@ -241,23 +241,41 @@ def test_blocks_that_are_not_outermost_are_refused_by_layer():
         find_runs(config_of({"kv first": spec}, 5), tensors)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([{}, {}], "2 KV groups .l0; l1."),
-        ([{"is_eagle_group": True}], "1 KV groups .l0 drafts tokens"),
-        ([{"enable_kv_transfer": False}], "1 KV groups .l0 is closed to connectors"),
-        ([{"host_resident": True}], "1 KV groups .l0 lies in host memory"),
-    ],
-)
-def test_anything_but_one_plain_group_is_refused_with_names(flags, expected):
-    groups = [
-        KVCacheGroupSpec([f"l{index}"], attention_spec(), **flag)
-        for index, flag in enumerate(flags)
+def test_each_group_has_its_own_layers_in_memory_that_they_share():
+    """vLLM lays a layer of each group over the same bytes; a block is that of one group."""
+    spec, block_count = attention_spec(), 4
+    tensors = placed_views(KVCacheLayout.LBHNC, spec, ["a0", "a1"], block_count)
+    tensors |= {"b0": tensors["a0"], "b1": tensors["a1"]}
+    groups = [KVCacheGroupSpec([f"{kind}0", f"{kind}1"], spec) for kind in "ab"]
+    config = KVCacheConfig(num_blocks=block_count, kv_cache_tensors=[], kv_cache_groups=groups)
+    runs = find_runs(config, tensors)
+    assert [[run.names for run in each] for each in runs] == [
+        [("a0",), ("a1",)],
+        [("b0",), ("b1",)],
     ]
-    config = KVCacheConfig(num_blocks=3, kv_cache_tensors=[], kv_cache_groups=groups)
-    with pytest.raises(UnsupportedModelError, match=expected):
-        find_runs(config, {})
+    for each in runs:
+        assert_pages_are_plain(each, tensors, block_count)
+    layouts = shard_layouts(
+        engine_config(list(tensors)), config, tensors, runs=runs, instruction_set=""
+    )
+    assert [layout.regions[0].name for layout in layouts] == ["a0", "b0"]
+    assert layouts[0].fingerprint() != layouts[1].fingerprint()
+
+
+def test_a_shard_is_shared_only_where_every_group_is_a_latent():
+    latent = MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    tensor = torch.zeros(3, 4, 8)
+
+    def shared(*specs):
+        groups = [KVCacheGroupSpec([f"l{index}"], spec) for index, spec in enumerate(specs)]
+        tensors = {f"l{index}": tensor for index in range(len(specs))}
+        config = KVCacheConfig(num_blocks=3, kv_cache_tensors=[], kv_cache_groups=groups)
+        engine, runs = engine_config(list(tensors)), find_runs(config, tensors)
+        layouts = shard_layouts(engine, config, tensors, runs=runs, instruction_set="")
+        return [layout.shared_as for layout in layouts]
+
+    assert shared(latent, latent) == [0, 0]
+    assert shared(latent, attention_spec(heads=1, size=4)) == [None, None]
 
 
 def test_a_state_cache_is_refused_by_layer():
@@ -274,13 +292,14 @@ def test_a_layer_without_tensor_is_refused_by_name():
 def layout_of(layout, spec, *, names=("a", "b"), blocks=3, isa="amd64 AVX512", **engine):
     tensors = placed_views(layout, spec, list(names), blocks)
     config = config_of(dict.fromkeys(names, spec), blocks)
-    return shard_layout(
+    (layout,) = shard_layouts(
         engine_config(names, **engine),
         config,
         tensors,
         runs=find_runs(config, tensors),
         instruction_set=isa,
     )
+    return layout
 
 
 def test_engines_that_differ_in_blocks_only_share_a_layout():
@@ -324,7 +343,7 @@ def test_the_format_stays_short_for_models_of_many_kinds_of_layers():
     config = config_of(
         specs, 2, group_spec=UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
     )
-    layout = shard_layout(
+    (layout,) = shard_layouts(
         engine_config(names),
         config,
         tensors,

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 STACK = ROOT / ".stack"
-TESTS = ("test_scheduling.py", "test_beside_others.py", "test_gatekeeping.py")
+TESTS = ("test_scheduling.py", "test_groups.py", "test_beside_others.py", "test_gatekeeping.py")
 RELEASES = ("0.25.1", "0.33.0")
 
 pytestmark = [pytest.mark.engine, pytest.mark.sources]

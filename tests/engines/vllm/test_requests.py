@@ -7,6 +7,7 @@ import torch
 
 from kvcellar.engines.vllm.adapters import Adapters
 from kvcellar.engines.vllm.binding import Bound, BoundPart
+from kvcellar.engines.vllm.groups import KVGroup, cut_chunks
 from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.requests import RequestState, RequestWishes, read_wishes
 
@@ -17,8 +18,9 @@ TOKENS = list(range(100, 140))
 
 
 def bound(*, name=b"n" * 32):
+    kinds = (KVGroup(0, CHUNK_TOKENS // 2),)
     part = BoundPart(None, name, CHUNK_TOKENS, ((0,),))
-    return Bound((part,), (None,), CHUNK_TOKENS, blocks_per_chunk=2)
+    return Bound((part,), (None,), CHUNK_TOKENS, cut_chunks(kinds, CHUNK_TOKENS), kinds)
 
 
 HERE = bound()

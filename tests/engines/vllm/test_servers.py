@@ -435,7 +435,7 @@ def test_a_fetch_that_found_less_than_was_there_replaces_nothing():
     exchange = SimpleNamespace(release=lambda line, lease: released.append((line, lease)))
     lines = [SimpleNamespace(part=SimpleNamespace(index=index)) for index in range(2)]
     found = [LookupReply(1, 3, 11, b"a"), LookupReply(2, 2, 12, b"b")]
-    answer = Answer(SimpleNamespace(lines=lines), list(found))
+    answer = Answer(SimpleNamespace(lines=lines, is_divisible=True), list(found))
     assert answer.count == 2
     more = LookupReply(4, 4, 14, b"d")
     answer.improve(lines, [LookupReply(3, 0, 0, b""), more], exchange)
@@ -474,7 +474,7 @@ class TestWorker:
     def test_what_is_for_another_part_is_not_touched_and_nothing_to_do_is_done(self, rank, caplog):
         rig, scheduling = rank
         foreign, own = (scheduling.store_job([number], range(2)) for number in (3, 4))
-        nothing = replace(own, job_id=100, reservation=0, keys=b"", offsets=b"", block_ids=[])
+        nothing = replace(own, job_id=100, reservation=0, groups=())
         rig.step(stores=[foreign, *(replace(job, part=1) for job in (nothing, own))])
         assert timeless(rig.result(100)) == done(0)
         assert timeless(rig.result(own.job_id)) == done(RIG_SHARD_BYTES)

@@ -68,7 +68,11 @@ def test_jobs_end_without_a_copy_until_the_engine_wakes_up(pair):
 def test_falling_asleep_waits_for_the_copy_that_runs(pair):
     rig, scheduling = pair
     job = scheduling.store_job([11], [1, 2])
-    copier, entered, left = rig.worker._copying._copier, threading.Event(), threading.Event()
+    (copier,), entered, left = (
+        rig.worker._copying._copies._copiers,
+        threading.Event(),
+        threading.Event(),
+    )
     gate, copy = threading.Event(), copier.store
 
     def held_up(*args, **options):

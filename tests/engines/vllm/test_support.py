@@ -13,8 +13,10 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
+from kvcellar.engines.vllm.groups import KVGroup
 from kvcellar.engines.vllm.support import require_supported
 from kvcellar.errors import UnsupportedModelError
 
@@ -23,6 +25,8 @@ pytestmark = pytest.mark.engine
 HEADS = {"block_size": 16, "num_kv_heads": 4, "head_size": 16, "dtype": torch.float32}
 FULL = FullAttentionSpec(**HEADS)
 WINDOW = SlidingWindowSpec(**HEADS, sliding_window=128)
+EXTENDED = SlidingWindowSpec(**HEADS, sliding_window=128, extra_retained_tokens=4)
+LOCAL = ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64)
 MAMBA = MambaSpec(block_size=64, shapes=((2, 2),), dtypes=(torch.float32,))
 
 
@@ -60,26 +64,54 @@ def groups(*specs, **flags):
     ],
 )
 def test_one_group_of_full_attention_is_kept(spec):
-    assert require_supported(settings(), groups(spec)) == 16
+    assert require_supported(settings(), groups(spec)) == (KVGroup(0, 16),)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_speculation_without_a_draft_model_changes_nothing(method):
-    assert require_supported(settings(method=method), groups(FULL)) == 16
+    assert require_supported(settings(method=method), groups(FULL)) == (KVGroup(0, 16),)
+
+
+def test_groups_that_free_blocks_are_kept_each_by_its_own_rule():
+    found = require_supported(settings(), groups(WINDOW, FULL, LOCAL, EXTENDED))
+    assert found == (
+        KVGroup(0, 16, window=128),
+        KVGroup(1, 16),
+        KVGroup(2, 16, local=64),
+        KVGroup(3, 16, window=132),
+    )
+    assert require_supported(settings(), groups(WINDOW)) == found[:1]
+
+
+def test_layers_of_one_group_must_keep_the_same_tokens():
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=16,
+        kv_cache_specs={
+            "model.layers.0.attn": WINDOW,
+            "another": SlidingWindowSpec(**HEADS, sliding_window=64),
+        },
+    )
+    with pytest.raises(UnsupportedModelError, match="keep different tokens"):
+        require_supported(settings(), groups(mixed))
+
+
+@pytest.mark.parametrize("specs", [[FULL, WINDOW], [FULL, FULL], [WINDOW], [LOCAL]])
+def test_a_vllm_that_cannot_fail_a_whole_load_is_told_which_groups_it_would_take(
+    specs, monkeypatch
+):
+    monkeypatch.setattr("kvcellar.engines.vllm.support.can_fail_whole_loads", lambda: False)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        require_supported(settings(), groups(*specs))
+    for name in ["KV group 0", "--disable-hybrid-kv-cache-manager", "a newer vLLM"]:
+        assert name in str(refusal.value)
+    assert require_supported(settings(), groups(FULL)) == (KVGroup(0, 16),)
 
 
 @pytest.mark.parametrize(
     ("specs", "names"),
     [
-        ([FULL, WINDOW], ["KV group 1 (SlidingWindowSpec: model.layers.1.attn and 1 more)"]),
-        ([FULL, FULL], ["2 KV groups", "model.layers.0.attn", "model.layers.1.attn"]),
-        ([WINDOW], ["KV group 0", "SlidingWindowSpec", "--disable-hybrid-kv-cache-manager"]),
         ([FULL, MAMBA], ["KV group 1 (MambaSpec", "without --kv-transfer-config"]),
         ([CrossAttentionSpec(**HEADS)], ["CrossAttentionSpec"]),
-        (
-            [ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64)],
-            ["ChunkedLocalAttentionSpec"],
-        ),
         ([FullAttentionSpec(**HEADS, non_causal=True)], ["looks ahead"]),
         ([], ["no KV cache"]),
     ],
@@ -103,17 +135,22 @@ def test_mla_that_cannot_compute_after_a_load_is_refused():
 
     with pytest.raises(UnsupportedModelError, match=r"MLA on this CPU.*--kv-transfer-config"):
         require(latent)
-    assert require(latent, "cuda") == require(latent, is_chunked=True) == require(FULL) == 16
+    kept = (KVGroup(0, 16),)
+    assert require(latent, "cuda") == require(latent, is_chunked=True) == require(FULL) == kept
 
 
-def test_a_window_on_some_layers_is_answered_with_the_flag_that_helps():
-    with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
-        require_supported(settings(), groups(FULL, WINDOW))
-
-
-def test_a_group_of_draft_layers_is_named():
-    with pytest.raises(UnsupportedModelError, match="drafts tokens"):
-        require_supported(settings(), groups(FULL, is_eagle_group=True))
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ({"is_eagle_group": True}, "drafts tokens"),
+        ({"enable_kv_transfer": False}, "is closed to connectors"),
+        ({"host_resident": True}, "lies in host memory"),
+    ],
+)
+@pytest.mark.parametrize("specs", [[FULL], [WINDOW, FULL]])
+def test_a_group_of_a_special_kind_is_named(flag, name, specs):
+    with pytest.raises(UnsupportedModelError, match=name):
+        require_supported(settings(), groups(*specs, **flag))
 
 
 @pytest.mark.parametrize(

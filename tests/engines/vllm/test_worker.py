@@ -17,7 +17,7 @@ from tests.engines.vllm.worker_rig import (
     until,
 )
 from tests.server.running import RunningServer
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from kvcellar.engines.copy_cpu import page_kernels
 from kvcellar.engines.vllm import copying
@@ -107,7 +107,7 @@ def stored(scheduling, rig, numbers, block_ids):
 
 def offset_of(job, chunk, *, shard=0):
     start = (chunk * job.shard_count + shard) * 8
-    return int.from_bytes(job.offsets[start : start + 8], "little")
+    return int.from_bytes(job.groups[0].offsets[start : start + 8], "little")
 
 
 def test_a_store_puts_each_chunks_pages_in_layer_order_into_its_slot(start, arena, numbers):
@@ -176,7 +176,7 @@ def test_what_all_ranks_hold_is_written_by_one_and_read_by_all(start, numbers):
         chunks, blocks = numbers[2 * turn : 2 * turn + 2], range(1, 5)
         idle = rigs[1 - turn]
         job = scheduling.store_job(chunks, blocks, turn=turn)
-        assert len(job.offsets) == 2 * 8, "one slot a chunk"
+        assert len(job.groups[0].offsets) == 2 * 8, "one slot a chunk"
         idle.step(stores=[job])
         assert timeless(idle.result(job.job_id)) == done(0)
         assert scheduling.lookup(*chunks).count == 0
@@ -316,7 +316,8 @@ def test_a_slot_outside_the_arena_is_a_failed_load(start, numbers):
     scheduling, rig = start()
     stored(scheduling, rig, numbers[:1], [1, 2])
     load = scheduling.load_job(numbers[:1], [11, 12])
-    object.__setattr__(load, "refs", (1 << 40).to_bytes(8, "little") + load.refs[8:])
+    (part,) = load.groups
+    object.__setattr__(part, "refs", (1 << 40).to_bytes(8, "little") + part.refs[8:])
     rig.step(loads=[load])
     assert rig.received() == ({"load"}, {11, 12})
     assert timeless(rig.result(load.job_id)) == FAILED
@@ -336,7 +337,7 @@ def test_one_ranks_failure_frees_the_slots_of_all(start, numbers):
     job = scheduling.store_job(numbers[:1], [1, 2])
     first.step(stores=[job])
     assert timeless(first.result(job.job_id)) == done(SHARD_BYTES)
-    object.__setattr__(job, "block_ids", [1, 99])
+    object.__setattr__(job.groups[0], "block_ids", [1, 99])
     second.step(stores=[job])
     assert timeless(second.result(job.job_id)) == FAILED
     until(lambda: scheduling.status()["kvcellar"]["reservations"] == 0)
@@ -433,11 +434,9 @@ def test_closing_ends_everything_within_a_second_and_says_goodbye(start, numbers
 
 
 def test_a_model_that_cannot_be_kept_is_refused_by_the_workers_which_come_first(server):
-    window = SlidingWindowSpec(
-        block_size=4, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=8
-    )
-    with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
-        Rig(server.port, spec=window)
+    cross = CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    with pytest.raises(UnsupportedModelError, match="CrossAttentionSpec"):
+        Rig(server.port, spec=cross)
 
 
 def test_a_layer_that_cannot_be_kept_is_refused_at_registration(server):

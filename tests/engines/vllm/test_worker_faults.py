@@ -19,7 +19,7 @@ from tests.server.running import RunningServer
 from kvcellar.engines import shelf
 from kvcellar.engines.copy_cpu import page_kernels
 from kvcellar.engines.vllm import settlements
-from kvcellar.engines.vllm.metadata import JobResult, LoadJob, StoreJob
+from kvcellar.engines.vllm.metadata import GroupLoad, GroupStore, JobResult, LoadJob, StoreJob
 from kvcellar.errors import PeerClosedError
 
 pytestmark = pytest.mark.engine
@@ -156,8 +156,10 @@ def test_without_a_server_registration_returns_at_once_and_jobs_end_at_once(clos
     rig.start()
     assert time.monotonic() - started_s < 0.5
     rig.step(
-        loads=[LoadJob(1, "r", bytes(16), bytes(32), bytes(16), 1, [3, 4], 0)],
-        stores=[StoreJob(2, "r", bytes(16), 1, bytes(32), bytes(8), (0,), [1, 2])],
+        loads=[LoadJob(1, "r", bytes(16), 1, (GroupLoad(0, bytes(32), bytes(16), [3, 4]),))],
+        stores=[
+            StoreJob(2, "r", bytes(16), 1, (0,), (GroupStore(0, bytes(32), bytes(8), [1, 2], [0]),))
+        ],
     )
     assert rig.worker.collect() == {"r"}
     assert rig.worker.load_errors() == {3, 4}

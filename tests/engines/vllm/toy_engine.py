@@ -28,7 +28,7 @@ class _Row:
     """A request as the workers know it."""
 
     tokens: list
-    blocks: list
+    tables: list
 
 
 @dataclass
@@ -60,13 +60,15 @@ class ToyEngine:
         delays=None,
         connector=None,
         options=None,
+        specs=(),
         **settings,
     ):
         self.config = make_config(
             model, port, blocks=blocks, ranks=ranks, step_tokens=step_tokens,
             running_max=running_max, connector=connector, options=options or {}, **settings,
         )  # fmt: skip
-        self.scheduler = make_scheduler(self.config, blocks=blocks, is_async=is_async)
+        self.groups = make_groups(blocks, *(make_spec(**spec) for spec in specs))
+        self.scheduler = make_scheduler(self.config, self.groups, is_async=is_async)
         self.scheduler.use_v2_model_runner = is_second_runner
         # What vLLM itself does where several steps are in flight.
         self.scheduler.defer_block_free = is_async
@@ -90,6 +92,7 @@ class ToyEngine:
             for rank in range(ranks)
         ]
         self._received = collections.Counter()
+        self._failing = set()
         self._hasher = make_hasher(self.config)
 
     def __enter__(self):
@@ -110,6 +113,7 @@ class ToyEngine:
             width,
             blocks,
             BLOCK_TOKENS,
+            len(self.groups.kv_cache_groups),
             delays,
             is_shared,
             part=part,
@@ -271,32 +275,44 @@ class ToyEngine:
     def _follow(self, output):
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
-            self.rows[new.req_id] = _Row(list(tokens), list(new.block_ids[0]))
+            self.rows[new.req_id] = _Row(list(tokens), [list(ids) for ids in new.block_ids])
         cached = output.scheduled_cached_reqs
         for id_, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             row = self.rows[id_]
             if id_ in cached.resumed_req_ids:
-                row.blocks = list(blocks[0])
+                row.tables = [list(ids) for ids in blocks]
                 row.tokens = list(cached.all_token_ids.get(id_, row.tokens))
             elif blocks is not None:
-                row.blocks += blocks[0]
+                for table, ids in zip(row.tables, blocks, strict=True):
+                    table.extend(ids)
 
     def _forward(self, row, computed, count):
         """Check the KV of all earlier positions, compute the next, and sample at the end."""
         stop = computed + count
         assert stop <= len(row.tokens), (computed, count, len(row.tokens))
-        blocks = np.array(row.blocks[: -(-stop // BLOCK_TOKENS)])
-        for worker in self.workers:
-            truth = kv_of(row.tokens[:stop], rank=worker.kv_rank)
-            pages = worker.pages[blocks].reshape(-1)
-            np.testing.assert_array_equal(pages[:computed], truth[:computed], "KV read is wrong")
-            pages[computed:stop] = truth[computed:]
-            worker.pages[blocks] = pages.reshape(-1, BLOCK_TOKENS)
+        for group, (table, spec) in enumerate(zip(row.tables, self._specs(), strict=True)):
+            # What is before that is out of its layers' sight, and its blocks are others' by now.
+            seen = _seen_from(spec, computed)
+            first = seen // BLOCK_TOKENS
+            blocks = np.array(table[first : -(-stop // BLOCK_TOKENS)])
+            assert blocks.all(), (group, computed, stop, table)
+            base = first * BLOCK_TOKENS
+            for worker in self.workers:
+                truth = kv_of(row.tokens[:stop], rank=worker.kv_rank, group=group)
+                pages = worker.pages[blocks].reshape(-1)
+                np.testing.assert_array_equal(
+                    pages[seen - base : computed - base], truth[seen:computed], "KV read is wrong"
+                )
+                pages[computed - base : stop - base] = truth[computed:]
+                worker.pages[blocks] = pages.reshape(-1, BLOCK_TOKENS)
         if stop < len(row.tokens):
             return []
         token = next_token(kv_of(row.tokens[:stop])[-1])
         row.tokens.append(token)
         return [token]
+
+    def _specs(self):
+        return [group.kv_cache_spec for group in self.groups.kv_cache_groups]
 
     def _load_for_others(self, loads):
         """Fill the blocks that a connector beside ours claimed."""
@@ -310,11 +326,13 @@ class ToyEngine:
         """Add up what the ranks report, as vLLM's executor does."""
         from vllm.v1.outputs import KVConnectorOutput
 
-        spoiled, report, received = set(), None, set()
+        spoiled, report, received, failed = set(), None, set(), set()
         for worker in self.workers:
             worker.tick()
-            ended, bad, mine = worker.take()
+            ended, bad, lost, mine = worker.take()
             spoiled |= bad
+            failed |= lost
+            self._failing |= lost
             if mine is not None:
                 report = mine if report is None else report.aggregate(mine)
             for request_id in ended:
@@ -322,17 +340,29 @@ class ToyEngine:
                 if self._received[request_id] == len(self.workers):
                     del self._received[request_id]
                     received.add(request_id)
+                    failed |= self._failing & {request_id}
+                    self._failing.discard(request_id)
         if report is not None and self.place is not None:
             from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 
             beside = [None] * len(self.scheduler.connector._connectors)
             beside[self.place] = report
             report = multi_connector.MultiKVConnectorWorkerMetadata(tuple(beside))
+        more = {"failed_recving": failed & received} if failed else {}
         return KVConnectorOutput(
             finished_recving=received or None,
             kv_connector_worker_meta=report,
             invalid_block_ids=spoiled,
+            **more,
         )
+
+
+def _seen_from(spec, computed):
+    """Return the first position that the next token sees in a layer of a group."""
+    window, local = getattr(spec, "sliding_window", None), getattr(spec, "attention_chunk_size", 0)
+    if window:
+        return max(0, computed - window + 1)
+    return computed // local * local if local else 0
 
 
 def make_config(
@@ -399,25 +429,34 @@ def make_config(
     return config
 
 
+def make_spec(window=0, local=0):
+    """Return the spec of a group of full attention, of a window or of local spans."""
+    import torch
+    from vllm.v1 import kv_cache_interface
+
+    same = {"block_size": BLOCK_TOKENS, "num_kv_heads": 4, "head_size": 16, "dtype": torch.float32}
+    if window:
+        return kv_cache_interface.SlidingWindowSpec(**same, sliding_window=window)
+    if local:
+        return kv_cache_interface.ChunkedLocalAttentionSpec(**same, attention_chunk_size=local)
+    return kv_cache_interface.FullAttentionSpec(**same)
+
+
 def make_groups(blocks, *specs):
     """Return a KVCacheConfig with a group for each spec; one of full attention without any."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    full = FullAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32
-    )
     return KVCacheConfig(
         num_blocks=blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[
             KVCacheGroupSpec([LAYER.replace("0", str(index))], spec)
-            for index, spec in enumerate(specs or [full])
+            for index, spec in enumerate(specs or [make_spec()])
         ],
     )
 
 
-def make_scheduler(config, *, blocks, is_async=False):
+def make_scheduler(config, groups, *, is_async=False):
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.structured_output import StructuredOutputManager
@@ -425,7 +464,7 @@ def make_scheduler(config, *, blocks, is_async=False):
     kind = AsyncScheduler if is_async else Scheduler
     return kind(
         vllm_config=config,
-        kv_cache_config=make_groups(blocks),
+        kv_cache_config=groups,
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_TOKENS,
         log_stats=True,

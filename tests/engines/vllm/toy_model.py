@@ -1,8 +1,9 @@
 """A model without arithmetic whose KV shows at once what it was computed from.
 
-The KV of a position is a number that depends on every token up to it and, by a factor, on the
-rank; the next token depends on the last position's number. So a block that holds anything but the
-KV of exactly these tokens is seen when it is read, and a wrong answer shows as another token.
+The KV of a position is a number that depends on every token up to it and, by factors, on the
+rank and the KV group; the next token depends on the last position's number. So a block that holds
+anything but the KV of exactly these tokens is seen when it is read, and a wrong answer shows as
+another token.
 """
 
 import json
@@ -12,16 +13,17 @@ import numpy as np
 VOCABULARY = 997
 PRIME = 2_147_483_647
 RANK_FACTOR = 1 << 32
+GROUP_FACTOR = 1 << 48
 LAYER = "model.layers.0.self_attn.attn"
 
 
-def kv_of(token_ids, *, rank=0, before=0):
+def kv_of(token_ids, *, rank=0, group=0, before=0):
     """Return the KV of consecutive positions, int64; `before` is the one before, of rank 0."""
     values = np.empty(len(token_ids), dtype=np.int64)
     for index, token in enumerate(token_ids):
         before = (before * 48_271 + token + 1) % PRIME
         values[index] = before
-    return values + rank * RANK_FACTOR
+    return values + rank * RANK_FACTOR + group * GROUP_FACTOR
 
 
 def next_token(kv):

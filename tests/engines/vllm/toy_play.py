@@ -13,9 +13,10 @@ REQUESTS_MAX = 30
 class Day:
     """Everything that a seed decides."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, groups=1):
         self.chance = random.Random(seed)
-        self.blocks = self.pick(24, 40, 64)
+        self.groups = max(1, groups)
+        self.blocks = self.pick(24, 40, 64) * self.groups
         fails = self.chance.random() < 0.3
         self.delays = Delays(
             load=lambda: self.pick(0, 0, 1, 3),
@@ -30,10 +31,11 @@ class Day:
     def pick(self, *choices):
         return self.chance.choice(choices)
 
-    def engine(self, model, port, options):
+    def engine(self, model, port, options, specs):
         return ToyEngine(
             model,
             port,
+            specs=specs,
             blocks=self.blocks,
             ranks=self.pick(1, 1, 2) * (len(port) if isinstance(port, list) else 1),
             is_shared=self.pick(True, False),
@@ -52,14 +54,14 @@ class Day:
 
     def prompt(self):
         """Return a prompt that shares its beginning with others, and sometimes its middle not."""
-        longest = min(PROMPT_MAX, (self.blocks - 3) * BLOCK_TOKENS - 30)
+        longest = min(PROMPT_MAX, (self.blocks // self.groups - 3) * BLOCK_TOKENS - 30)
         prompt = self.pick(*self.texts)[: self.chance.randrange(1, longest)]
         if self.chance.random() < 0.3:
             prompt[self.chance.randrange(len(prompt))] = 5
         return prompt
 
 
-def play(model, port, seed, *, actions=250, disturb=None, options=None):
+def play(model, port, seed, *, actions=250, disturb=None, options=None, specs=()):
     """Live through a seed's day, and return the engine after everything was found in order.
 
     Args:
@@ -69,9 +71,10 @@ def play(model, port, seed, *, actions=250, disturb=None, options=None):
         actions: how many steps, arrivals and so on.
         disturb: called before each, to make the server misbehave.
         options: of the connector.
+        specs: of the KV groups, see `make_spec`.
     """
-    day = Day(seed)
-    with day.engine(model, port, options or {}) as engine:
+    day = Day(seed, len(specs))
+    with day.engine(model, port, options or {}, specs) as engine:
         if day.chance.random() < 0.8:
             engine.wait_bound()
         ids = []

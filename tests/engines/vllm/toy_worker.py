@@ -11,6 +11,7 @@ import numpy as np
 from kvcellar.client.link import Link
 from kvcellar.client.options import ClientOptions, Identity
 from kvcellar.clock import SystemClock
+from kvcellar.engines.pages import NOT_WRITTEN
 from kvcellar.engines.vllm.metadata import JobResult, WorkerReport
 from kvcellar.errors import KVCellarError
 from kvcellar.layout.shard import PageRegion, ShardLayout
@@ -22,6 +23,10 @@ WAIT_S = 20.0
 
 def seal_of(key, rank, data):
     return seal(data, bytes(key), rank).to_bytes(8, "little")
+
+
+def _written(block_ids):
+    return [block for block in block_ids if block != NOT_WRITTEN]
 
 
 @dataclass
@@ -51,6 +56,7 @@ class ToyWorker:
     ranks: int
     block_count: int
     block_tokens: int
+    groups: int
     delays: Delays
     is_shared: bool = False
     part: int = 0
@@ -58,6 +64,7 @@ class ToyWorker:
     jobs: list = field(default_factory=list)
     received: set = field(default_factory=set)
     spoiled: set = field(default_factory=set)
+    failed: set = field(default_factory=set)
     results: dict = field(default_factory=dict)
     loaded_tokens: int = 0
     step: int = 0
@@ -66,12 +73,15 @@ class ToyWorker:
         self.pages = np.full((self.block_count, self.block_tokens), -1, dtype=np.int64)
         page_bytes = self.pages[0].nbytes
         self.shard = 0 if self.is_shared else self.rank
-        layout = ShardLayout(
-            self.rank,
-            self.block_tokens,
-            (PageRegion("toy", page_bytes),),
-            "toy",
-            shared_as=0 if self.is_shared else None,
+        layouts = tuple(
+            ShardLayout(
+                self.rank,
+                self.block_tokens,
+                (PageRegion(f"toy {group}", page_bytes),),
+                "toy",
+                shared_as=0 if self.is_shared else None,
+            )
+            for group in range(self.groups)
         )
         self.link = Link(
             ClientOptions(port=self.port, heartbeat_s=0.2),
@@ -81,7 +91,7 @@ class ToyWorker:
                 software="toy",
                 rank=self.rank,
                 world_size=self.ranks,
-                layout=layout,
+                layouts=layouts,
             ),
             clock=SystemClock(),
             on_session=self._on_session,
@@ -114,13 +124,18 @@ class ToyWorker:
             self._load(job.job) if job.is_load else self._store(job.job)
 
     def take(self):
-        """Return what ended since the last call: requests, spoiled blocks, a report or None."""
+        """Return what ended since the last call.
+
+        These are requests, spoiled blocks, requests that failed, and a report or None.
+        """
         taken = (
             self.received,
             self.spoiled,
+            self.failed,
             WorkerReport(self.results, self.step) if self.results or self.step else None,
         )
         self.received, self.spoiled, self.results, self.step = set(), set(), {}, 0
+        self.failed = set()
         return taken
 
     def _on_session(self, session):
@@ -132,46 +147,55 @@ class ToyWorker:
 
     def _load(self, job):
         session = self._session(job.boot_id)
-        targets = [None] * job.skip_blocks + list(job.block_ids)
-        width = job.blocks_per_chunk
         ok = session is not None and not self.delays.load_fails()
-        bad = [] if ok else list(job.block_ids)
-        for index in range(job.chunk_count if ok else 0):
-            chunk = targets[index * width : (index + 1) * width]
+        bad, most = [], 0
+        for part in job.groups:
+            bad += self._load_part(session, job, part) if ok else _written(part.block_ids)
+            most = max(most, len(_written(part.block_ids)))
+        self.loaded_tokens += 0 if bad else most * self.block_tokens
+        self.received.add(job.request_id)
+        if job.is_divisible:
+            self.spoiled.update(bad)
+        elif bad:
+            self.failed.add(job.request_id)
+        self._end(job, ok=not bad, size_bytes=most * self.pages[0].nbytes)
+
+    def _load_part(self, session, job, part):
+        """Copy one group's chunks and return the blocks that were not filled."""
+        width, bad = part.blocks_per_chunk, []
+        for index in range(part.chunk_count):
+            chunk = part.block_ids[index * width : (index + 1) * width]
             at = (index * job.shard_count + self.shard) * REF_BYTES
-            offset = int.from_bytes(job.refs[at : at + 8], "little")
+            offset = int.from_bytes(part.refs[at : at + 8], "little")
             size = width * self.pages[0].nbytes
             data = bytes(session.arena.view[offset : offset + size])
-            key = job.keys[index * 32 : index * 32 + 32]
-            if seal_of(key, self.shard, data) != job.refs[at + 8 : at + 16]:
-                bad += [block for block in chunk if block is not None]
+            key = part.keys[index * 32 : index * 32 + 32]
+            if seal_of(key, self.shard, data) != part.refs[at + 8 : at + 16]:
+                bad += _written(chunk)
                 self._say(session, lambda id_, k=key, o=offset: Damaged(id_, k, self.shard, o))
                 continue
             pages = np.frombuffer(data, dtype=np.int64).reshape(width, self.block_tokens)
             for block, page in zip(chunk, pages, strict=True):
-                if block is not None:
+                if block != NOT_WRITTEN:
                     self.pages[block] = page
-        self.loaded_tokens += 0 if bad else len(job.block_ids) * self.block_tokens
-        self.received.add(job.request_id)
-        self.spoiled.update(bad)
-        size_bytes = len(job.block_ids) * self.pages[0].nbytes
-        self._end(job, ok=not bad, size_bytes=size_bytes)
+        return bad
 
     def _store(self, job):
-        if not job.keys or job.writers[self.shard] != self.rank:
+        if not job.groups or job.writers[self.shard] != self.rank:
             self._end(job, ok=True, size_bytes=0)
             return
         session = self._session(job.boot_id)
         ok = session is not None and not self.delays.store_fails()
-        width = job.blocks_per_chunk
-        seals = []
-        for index in range(job.chunk_count if ok else 0):
-            data = self.pages[job.block_ids[index * width : (index + 1) * width]].tobytes()
-            at = (index * job.shard_count + self.shard) * 8
-            offset = int.from_bytes(job.offsets[at : at + 8], "little")
-            session.arena.view[offset : offset + len(data)] = data
-            key = job.keys[index * 32 : index * 32 + 32]
-            seals.append(seal_of(key, self.shard, data))
+        seals = [b""] * job.chunk_count
+        for part in job.groups if ok else ():
+            width = part.blocks_per_chunk
+            for index, place in enumerate(part.places):
+                data = self.pages[part.block_ids[index * width : (index + 1) * width]].tobytes()
+                at = (index * job.shard_count + self.shard) * 8
+                offset = int.from_bytes(part.offsets[at : at + 8], "little")
+                session.arena.view[offset : offset + len(data)] = data
+                key = part.keys[index * 32 : index * 32 + 32]
+                seals[place] = seal_of(key, self.shard, data)
         if ok:
             ok = self._say(
                 session,
@@ -179,7 +203,8 @@ class ToyWorker:
             )
         elif session is not None:
             self._say(session, lambda id_: Abort(id_, job.reservation, self.shard))
-        self._end(job, ok=ok, size_bytes=len(job.block_ids) * self.pages[0].nbytes)
+        blocks = sum(len(part.block_ids) for part in job.groups)
+        self._end(job, ok=ok, size_bytes=blocks * self.pages[0].nbytes)
 
     def _say(self, session, make):
         try:

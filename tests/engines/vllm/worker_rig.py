@@ -18,7 +18,15 @@ from vllm.v1.kv_cache_interface import (
 from kvcellar.client.handshake import open_session
 from kvcellar.client.options import ClientOptions, Identity
 from kvcellar.clock import SystemClock
-from kvcellar.engines.vllm.metadata import ConnectorMetadata, JobResult, LoadJob, StoreJob
+from kvcellar.engines.pages import NOT_WRITTEN
+from kvcellar.engines.vllm.metadata import (
+    ConnectorMetadata,
+    GroupLoad,
+    GroupStore,
+    JobResult,
+    LoadJob,
+    StoreJob,
+)
 from kvcellar.engines.vllm.options import ConnectorOptions
 from kvcellar.engines.vllm.worker import WorkerHalf
 from kvcellar.errors import KVCellarError
@@ -238,10 +246,16 @@ class Scheduling:
             request_id=f"store-{numbers[0]}",
             boot_id=self.session.boot_id,
             reservation=reply.reservation,
-            keys=b"".join(map(key, numbers)),
-            offsets=reply.offsets,
             writers=tuple(self.writers(turn)),
-            block_ids=list(block_ids),
+            groups=(
+                GroupStore(
+                    group=0,
+                    keys=b"".join(map(key, numbers)),
+                    offsets=reply.offsets,
+                    block_ids=list(block_ids),
+                    places=list(range(len(numbers))),
+                ),
+            ),
         )
 
     def writers(self, turn):
@@ -261,11 +275,15 @@ class Scheduling:
             job_id=next(self.job_ids),
             request_id=request,
             boot_id=self.session.boot_id,
-            keys=b"".join(map(key, numbers)),
-            refs=reply.refs,
             shard_count=len({*self.held}),
-            block_ids=list(block_ids),
-            skip_blocks=skip,
+            groups=(
+                GroupLoad(
+                    group=0,
+                    keys=b"".join(map(key, numbers)),
+                    refs=reply.refs,
+                    block_ids=[NOT_WRITTEN] * skip + list(block_ids),
+                ),
+            ),
         )
 
     def release(self, *leases):

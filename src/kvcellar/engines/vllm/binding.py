@@ -15,6 +15,7 @@ import msgspec
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock
 from kvcellar.engines.vllm.exchange import Exchange, Question
+from kvcellar.engines.vllm.groups import ChunkGroup, KVGroup, choose_chunk_tokens, cut_chunks
 from kvcellar.engines.vllm.parts import Line, Part
 from kvcellar.errors import (
     KVCellarError,
@@ -80,18 +81,33 @@ class Bound:
         parts: one for each server.
         lines: of the parts; of no use once one of their sessions is closed.
         chunk_tokens: tokens a chunk.
-        blocks_per_chunk: blocks a chunk.
+        groups: the KV groups of which something is kept in a chunk.
+        kinds: all KV groups, in vLLM's order.
     """
 
     parts: tuple[BoundPart, ...]
     lines: tuple[Line, ...]
     chunk_tokens: int
-    blocks_per_chunk: int
+    groups: tuple[ChunkGroup, ...]
+    kinds: tuple[KVGroup, ...]
 
     @property
     def is_open(self) -> bool:
         """Return whether no session is known to be closed."""
         return all(line.session.is_open for line in self.lines)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return whether a hit can be shortened: every chunk of it is where a hit may end."""
+        return all(not group.span for group in self.groups)
+
+    def keys(self, chain_keys: bytes) -> bytes:
+        """Return the keys of chunks in each KV group, group after group, as a lookup wants them."""
+        return b"".join([group.keys(chain_keys) for group in self.groups])
+
+    def parents(self, chain_key: bytes) -> bytes:
+        """Return the keys under which what follows a chunk hangs, as a reserve wants them."""
+        return b"".join([group.keys(chain_key) for group in self.groups if not group.span])
 
 
 class Binder:
@@ -103,7 +119,7 @@ class Binder:
         exchange: Exchange,
         *,
         engine: Mapping[str, FieldValue],
-        block_tokens: int,
+        groups: Sequence[KVGroup],
         ranks: int,
         clock: Clock,
     ) -> None:
@@ -113,16 +129,14 @@ class Binder:
             parts: one for each server.
             exchange: with their servers.
             engine: the fields of its digest, see `identity`.
-            block_tokens: tokens a block of the KV group.
+            groups: the model's KV groups.
             ranks: worker halves of each part, each with a shard of every chunk.
             clock: for deadlines.
         """
         self._names = _Names(engine_digest(engine), field_digests(engine), len(parts))
-        self._block_tokens = block_tokens
+        self._groups = groups = tuple(groups)
         self._binders = [
-            _PartBinder(
-                part, exchange, self._names, block_tokens=block_tokens, ranks=ranks, clock=clock
-            )
+            _PartBinder(part, exchange, self._names, groups=groups, ranks=ranks, clock=clock)
             for part in parts
         ]
         self._found: list[BoundPart | None] = []
@@ -174,7 +188,8 @@ class Binder:
             tuple(parts),
             tuple(part.line for part in parts),
             chunk_tokens,
-            chunk_tokens // self._block_tokens,
+            cut_chunks(self._groups, chunk_tokens),
+            self._groups,
         )
         if chunk_tokens != self._told_tokens:
             self._told_tokens = chunk_tokens
@@ -182,7 +197,7 @@ class Binder:
                 "chunk size chosen",
                 chunk_tokens=chunk_tokens,
                 wished_tokens=parts[0].line.session.welcome.chunk_tokens,
-                blocks_per_chunk=bound.blocks_per_chunk,
+                blocks_per_chunk=",".join(str(group.blocks) for group in bound.groups),
             )
         return bound
 
@@ -248,7 +263,7 @@ class _PartBinder:
         exchange: Exchange,
         names: _Names,
         *,
-        block_tokens: int,
+        groups: tuple[KVGroup, ...],
         ranks: int,
         clock: Clock,
     ) -> None:
@@ -256,7 +271,7 @@ class _PartBinder:
         self._part = part
         self._exchange = exchange
         self._names = names
-        self._block_tokens = block_tokens
+        self._groups = groups
         self._ranks = ranks
         self._clock = clock
         self._attempt: _Attempt | None = None
@@ -317,13 +332,7 @@ class _PartBinder:
                 self._poked_s = now_s
                 self._part.link.poke()
             return
-        block_tokens = self._block_tokens
-        odd = [layout for layout in layouts if layout.block_tokens != block_tokens]
-        if odd:
-            raise MismatchError(
-                f"rank {odd[0].rank} has blocks of {odd[0].block_tokens} tokens, "
-                f"the scheduler blocks of {block_tokens}"
-            )
+        self._check_blocks(layouts)
         fidelity = session.welcome.fidelity
         if not all(layout.can_keep(fidelity) for layout in layouts):
             raise MismatchError(
@@ -331,20 +340,33 @@ class _PartBinder:
                 "divide into vectors of one token and head, of bfloat16 or float16, on an "
                 "accelerator; this engine's do not: start the server with --l1-codec raw"
             )
-        holders = holders_of(layouts)
-        shards = [layouts[ranks[0]] for ranks in holders]
-        chunk_tokens = -(-session.welcome.chunk_tokens // block_tokens) * block_tokens
+        count = len(self._groups)
+        chunk_tokens = choose_chunk_tokens(self._groups, session.welcome.chunk_tokens)
+        groups = cut_chunks(self._groups, chunk_tokens)
+        # A rank holds the same shard in every group: what the first says holds for all.
+        holders = holders_of(layouts[::count])
+        shards = [
+            (group, layouts[ranks[0] * count + group.group.index])
+            for group in groups
+            for ranks in holders
+        ]
         namespace, fields = self._names.give(
-            shards, chunk_tokens=chunk_tokens, fidelity=fidelity, part=self._part.index
+            [layout for _, layout in shards],
+            chunk_tokens=chunk_tokens,
+            fidelity=fidelity,
+            part=self._part.index,
         )
         shard_bytes = tuple(
-            layout.shard_bytes(chunk_tokens, fidelity=fidelity) for layout in shards
+            layout.shard_bytes(group.blocks, fidelity=fidelity) for group, layout in shards
         )
-        held = tuple(layout.shard() for layout in layouts)
+        held = tuple(layout.shard() for layout in layouts[::count])
+        spans = tuple(group.span for group in groups)
         attempt.bound = BoundPart(attempt.line, namespace, chunk_tokens, holders)
         attempt.question = self._exchange.ask(
             [attempt.line],
-            lambda _, id_: Bind(id_, bytes(namespace), chunk_tokens, shard_bytes, fields, held),
+            lambda _, id_: Bind(
+                id_, bytes(namespace), chunk_tokens, shard_bytes, fields, held, spans
+            ),
             timeout_s=BIND_TIMEOUT_S,
         )
 
@@ -352,7 +374,17 @@ class _PartBinder:
         heartbeat = self._part.link.last_heartbeat
         if heartbeat is None or heartbeat.boot_id != session.boot_id:
             return ()
-        return heartbeat.layouts if len(heartbeat.layouts) == self._ranks else ()
+        expected = self._ranks * len(self._groups)
+        return heartbeat.layouts if len(heartbeat.layouts) == expected else ()
+
+    def _check_blocks(self, layouts: tuple[ShardLayout, ...]) -> None:
+        for group in self._groups:
+            for layout in layouts[group.index :: len(self._groups)]:
+                if layout.block_tokens != group.block_tokens:
+                    raise MismatchError(
+                        f"rank {layout.rank} has blocks of {layout.block_tokens} tokens in KV "
+                        f"group {group.index}, the scheduler blocks of {group.block_tokens}"
+                    )
 
 
 def holders_of(layouts: tuple[ShardLayout, ...]) -> tuple[tuple[int, ...], ...]:

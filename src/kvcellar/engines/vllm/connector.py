@@ -18,7 +18,7 @@ from kvcellar.engines.vllm.metadata import ConnectorMetadata, WorkerReport
 from kvcellar.engines.vllm.options import ConnectorOptions, read_options
 from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.scheduler import SchedulerHalf
-from kvcellar.engines.vllm.versions import cache_hit_source
+from kvcellar.engines.vllm.versions import cache_hit_source, transfer_results
 from kvcellar.engines.vllm.worker import WorkerHalf
 from kvcellar.telemetry.logs import speak_through
 
@@ -141,8 +141,8 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See `SchedulerHalf.on_allocated`."""
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
-        self._deciding.on_allocated(request, block_ids, num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self._deciding.on_allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """See `SchedulerHalf.build_metadata`."""
@@ -225,9 +225,15 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         Steps without a forward pass do not reach `wait_for_save` in every release, so whatever is
         left of the step's jobs is started here.
         """
-        self._copying.start_loads()
-        self._copying.start_stores()
-        return None, self._copying.collect() or None
+        return None, self._copying.finish_step() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the same with the requests whose loads failed; asked where vLLM has such a word.
+
+        Failed are those of which no part is of use; what is lost of others is told by its blocks.
+        """
+        received = self._copying.finish_step()
+        return transfer_results(received=received, failed=self._copying.failed_loads())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that loads which ended did not fill."""

@@ -10,16 +10,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcellar.clock import Clock
-from kvcellar.engines.pages import NOT_WRITTEN, Copier, SlotBytes
-from kvcellar.engines.vllm.metadata import LoadJob, StoreJob
+from kvcellar.engines.pages import Copier, SlotBytes
+from kvcellar.engines.vllm.metadata import GroupLoad, GroupStore, LoadJob, StoreJob
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.memory import seal
 from kvcellar.memory.arena import ArenaView
 from kvcellar.protocol.messages import OFFSET_BYTES, REF_BYTES
 
 __all__ = ["Copied", "Damage", "ShardCopies", "UseArena"]
+
+_SEAL_BYTES = REF_BYTES - OFFSET_BYTES
 
 UseArena = Callable[[], AbstractContextManager[ArenaView | None]]
 """Gives the arena for the time of one chunk, or None when it must not be used any more."""
@@ -43,10 +46,11 @@ class Copied:
     """What came of a job.
 
     Attributes:
-        chunk_count: leading chunks that were copied.
+        chunk_count: leading chunks that were copied, KV group after KV group.
         size_bytes: bytes of those.
         copy_s: seconds from the first byte to the last.
-        seals: of those chunks, uint64 little-endian each; empty for loads.
+        seals: of all chunks of the reservation in its order, uint64 little-endian each; empty for
+            loads, and of no use where not all were copied.
         damage: why a load stopped, if that was a seal.
     """
 
@@ -60,10 +64,16 @@ class Copied:
 class ShardCopies:
     """Copies one rank's shard of chunks."""
 
-    def __init__(self, copier: Copier, *, shard: int, clock: Clock) -> None:
-        self._copier = copier
+    def __init__(self, copiers: Sequence[Copier], *, shard: int, clock: Clock) -> None:
+        """Copy with a copier for each KV group."""
+        self._copiers = copiers
         self._shard = shard
         self._clock = clock
+
+    def warm_up(self, *, fidelity: str) -> None:
+        """See `Copier.warm_up`; all of them, since they share what a copy uses."""
+        for copier in self._copiers:
+            copier.warm_up(fidelity=fidelity)
 
     def store(self, job: StoreJob, use_arena: UseArena, *, after: object) -> Copied:
         """Copy the job's blocks into its slots and seal them.
@@ -71,21 +81,40 @@ class ShardCopies:
         Raises:
             IndexError: a block or a slot that does not exist.
         """
-        width = job.blocks_per_chunk
-        blocks = np.asarray(job.block_ids, dtype=np.int64).reshape(job.chunk_count, width)
-        shard_bytes = self._copier.shard_bytes(width, fidelity=job.fidelity)
-        seals = bytearray()
-        self._copier.warm_up(fidelity=job.fidelity)
+        seals = bytearray(job.chunk_count * _SEAL_BYTES)
+        count = size_bytes = 0
+        self.warm_up(fidelity=job.fidelity)
         started_s = self._clock.monotonic_s()
-        for batch in self._batches(job.chunk_count):
+        for group in job.groups:
+            stored = 0
+            for value in self._store_group(job, group, use_arena, after=after):
+                at = group.places[stored] * _SEAL_BYTES
+                seals[at : at + _SEAL_BYTES] = value.to_bytes(_SEAL_BYTES, "little")
+                stored += 1
+            count += stored
+            size_bytes += stored * self._shard_bytes(group, job.fidelity)
+            if stored < group.chunk_count:
+                break
+        return Copied(
+            chunk_count=count,
+            size_bytes=size_bytes,
+            copy_s=self._clock.monotonic_s() - started_s,
+            seals=bytes(seals),
+        )
+
+    def _store_group(
+        self, job: StoreJob, group: GroupStore, use_arena: UseArena, *, after: object
+    ) -> Iterator[int]:
+        """Yield the seal of each chunk that was copied."""
+        copier, shard_bytes = self._copiers[group.group], self._shard_bytes(group, job.fidelity)
+        blocks = _rows(group)
+        for batch in _batches(copier, group.chunk_count):
             with use_arena() as arena:
                 if arena is None:
-                    break
-                slots = [
-                    _slot(arena, _offset(job, index, shard=self._shard), shard_bytes)
-                    for index in batch
-                ]
-                partials = self._copier.store(
+                    return
+                places = (_offset(job, group, index, shard=self._shard) for index in batch)
+                slots = [_slot(arena, offset, shard_bytes) for offset in places]
+                partials = copier.store(
                     [blocks[index] for index in batch],
                     slots,
                     fidelity=job.fidelity,
@@ -93,15 +122,7 @@ class ShardCopies:
                 )
                 del slots
             for index, partial in zip(batch, partials, strict=True):
-                value = seal.finish(partial, _key(job.keys, index), self._shard, shard_bytes)
-                seals += value.to_bytes(8, "little")
-        count = len(seals) // 8
-        return Copied(
-            chunk_count=count,
-            size_bytes=count * shard_bytes,
-            copy_s=self._clock.monotonic_s() - started_s,
-            seals=bytes(seals),
-        )
+                yield seal.finish(partial, _key(group.keys, index), self._shard, shard_bytes)
 
     def load(self, job: LoadJob, use_arena: UseArena, *, after: object) -> Copied:
         """Copy verified chunks into the job's blocks, up to the first whose seal does not match.
@@ -109,21 +130,37 @@ class ShardCopies:
         Raises:
             IndexError: a block or a slot that does not exist.
         """
-        width = job.blocks_per_chunk
-        ids = [NOT_WRITTEN] * job.skip_blocks + job.block_ids
-        blocks = np.asarray(ids, dtype=np.int64).reshape(job.chunk_count, width)
-        shard_bytes = self._copier.shard_bytes(width, fidelity=job.fidelity)
-        self._copier.warm_up(fidelity=job.fidelity)
-        started_s = self._clock.monotonic_s()
+        count = size_bytes = 0
         damage = None
+        self.warm_up(fidelity=job.fidelity)
+        started_s = self._clock.monotonic_s()
+        for group in job.groups:
+            loaded, damage = self._load_group(job, group, use_arena, after=after)
+            count += loaded
+            size_bytes += loaded * self._shard_bytes(group, job.fidelity)
+            if loaded < group.chunk_count:
+                break
+        return Copied(
+            chunk_count=count,
+            size_bytes=size_bytes,
+            copy_s=self._clock.monotonic_s() - started_s,
+            damage=damage,
+        )
+
+    def _load_group(
+        self, job: LoadJob, group: GroupLoad, use_arena: UseArena, *, after: object
+    ) -> tuple[int, Damage | None]:
+        """Return how many leading chunks were copied, and why not all, if that was a seal."""
+        copier, shard_bytes = self._copiers[group.group], self._shard_bytes(group, job.fidelity)
+        blocks = _rows(group)
         count = 0
-        for batch in self._batches(job.chunk_count):
-            refs = [_Ref(job, index, shard=self._shard) for index in batch]
+        for batch in _batches(copier, group.chunk_count):
+            refs = [_Ref(job, group, index, shard=self._shard) for index in batch]
             with use_arena() as arena:
                 if arena is None:
                     break
                 slots = [_slot(arena, ref.offset, shard_bytes) for ref in refs]
-                good = self._copier.load(
+                good = copier.load(
                     slots,
                     [blocks[index] for index in batch],
                     fidelity=job.fidelity,
@@ -133,20 +170,11 @@ class ShardCopies:
                 del slots
             count += good
             if good < len(refs):
-                damage = Damage(refs[good].key, refs[good].offset)
-                break
-        return Copied(
-            chunk_count=count,
-            size_bytes=count * shard_bytes,
-            copy_s=self._clock.monotonic_s() - started_s,
-            damage=damage,
-        )
+                return count, Damage(refs[good].key, refs[good].offset)
+        return count, None
 
-    def _batches(self, chunk_count: int) -> Iterator[range]:
-        """Cut a job into what is copied behind one wait; the arena is asked for each anew."""
-        width = self._copier.batch_chunks
-        for start in range(0, chunk_count, width):
-            yield range(start, min(start + width, chunk_count))
+    def _shard_bytes(self, group: GroupLoad | GroupStore, fidelity: str) -> int:
+        return self._copiers[group.group].shard_bytes(group.blocks_per_chunk, fidelity=fidelity)
 
     def _checker(self, refs: Sequence["_Ref"], shard_bytes: int) -> Callable[[int, int], bool]:
         return lambda index, partial: (
@@ -159,20 +187,32 @@ class _Ref:
 
     __slots__ = ("key", "offset", "seal")
 
-    def __init__(self, job: LoadJob, index: int, *, shard: int) -> None:
+    def __init__(self, job: LoadJob, group: GroupLoad, index: int, *, shard: int) -> None:
         start = (index * job.shard_count + shard) * REF_BYTES
-        self.key = _key(job.keys, index)
-        self.offset = int.from_bytes(job.refs[start : start + OFFSET_BYTES], "little")
-        self.seal = int.from_bytes(job.refs[start + OFFSET_BYTES : start + REF_BYTES], "little")
+        self.key = _key(group.keys, index)
+        self.offset = int.from_bytes(group.refs[start : start + OFFSET_BYTES], "little")
+        self.seal = int.from_bytes(group.refs[start + OFFSET_BYTES : start + REF_BYTES], "little")
+
+
+def _rows(group: GroupLoad | GroupStore) -> npt.NDArray[np.int64]:
+    """Return the block ids of each chunk, shape [chunks, blocks a chunk]."""
+    return np.asarray(group.block_ids, dtype=np.int64).reshape(group.chunk_count, -1)
+
+
+def _batches(copier: Copier, chunk_count: int) -> Iterator[range]:
+    """Cut chunks into what is copied behind one wait; the arena is asked for each anew."""
+    width = copier.batch_chunks
+    for start in range(0, chunk_count, width):
+        yield range(start, min(start + width, chunk_count))
 
 
 def _key(keys: bytes, index: int) -> bytes:
     return keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
 
-def _offset(job: StoreJob, index: int, *, shard: int) -> int:
+def _offset(job: StoreJob, group: GroupStore, index: int, *, shard: int) -> int:
     start = (index * job.shard_count + shard) * OFFSET_BYTES
-    return int.from_bytes(job.offsets[start : start + OFFSET_BYTES], "little")
+    return int.from_bytes(group.offsets[start : start + OFFSET_BYTES], "little")
 
 
 def _slot(arena: ArenaView, offset: int, size_bytes: int) -> SlotBytes:

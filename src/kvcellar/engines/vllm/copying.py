@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvcellar.client.link import Link
@@ -18,7 +18,7 @@ from kvcellar.client.session import Session
 from kvcellar.clock import Clock
 from kvcellar.engines.access import PageAccess
 from kvcellar.engines.lane import Lane
-from kvcellar.engines.pages import Copier
+from kvcellar.engines.pages import NOT_WRITTEN, Copier
 from kvcellar.engines.shelf import ArenaShelf, Hold
 from kvcellar.engines.touch import Toucher
 from kvcellar.engines.vllm.copies import Copied, ShardCopies
@@ -71,7 +71,7 @@ class Copying:
     def __init__(
         self,
         link: Link,
-        copier: Copier,
+        copiers: Sequence[Copier],
         *,
         rank: int,
         shard: int,
@@ -82,7 +82,7 @@ class Copying:
 
         Args:
             link: to the server; its sessions are to be handed to `meet`.
-            copier: for the engine's pages.
+            copiers: for the pages of each KV group; what one does to the arena holds for all.
             rank: this worker's.
             shard: of a chunk, that this rank holds.
             delay_s: how long every copy waits before it begins, for tests.
@@ -90,17 +90,18 @@ class Copying:
         """
         self.outcomes = Outcomes()
         self._link = link
-        self._copier = copier
-        self._copies = ShardCopies(copier, shard=shard, clock=clock)
+        self._fidelities = frozenset.intersection(*(each.fidelities for each in copiers))
+        self._copies = ShardCopies(copiers, shard=shard, clock=clock)
+        self._mark = copiers[0].mark
         self._rank = rank
         self._shard = shard
         self._delay_s = delay_s
-        self._shelf = ArenaShelf(clock, before_close=copier.disown)
+        self._shelf = ArenaShelf(clock, before_close=copiers[0].disown)
         self._settlements = Settlements(link, shard=shard)
         self._clock = clock
         self._closing = threading.Event()
         self._pages = PageAccess()
-        self._toucher = Toucher(self._shelf, copier, ready=self._ready_steps, clock=clock)
+        self._toucher = Toucher(self._shelf, copiers[0], ready=self._ready_steps, clock=clock)
         self._load_lane = Lane("kvcellar-loads", self._run_load, depth_max=LOADS_MAX)
         self._store_lane = Lane(
             "kvcellar-stores", self._run_store, depth_max=STORES_MAX, tick=self._tidy
@@ -109,35 +110,35 @@ class Copying:
         self._quiet_lane: Lane[Callable[[], None]] = Lane(
             "kvcellar-quiet", lambda job: job(), depth_max=1, tick=self._toucher.touch
         )
-        self._quiet_lane.offer(functools.partial(copier.warm_up, fidelity=EXACT))
+        self._quiet_lane.offer(functools.partial(self._copies.warm_up, fidelity=EXACT))
 
     def meet(self, session: Session) -> None:
         """Take over the arena of a new session; called on the keeper's thread."""
         if session.arena is not None:
             self._shelf.install(session.boot_id, session.arena)
         fidelity = session.welcome.fidelity
-        if fidelity != EXACT and fidelity in self._copier.fidelities:
-            self._quiet_lane.offer(functools.partial(self._copier.warm_up, fidelity=fidelity))
+        if fidelity != EXACT and fidelity in self._fidelities:
+            self._quiet_lane.offer(functools.partial(self._copies.warm_up, fidelity=fidelity))
 
     def load(self, job: LoadJob) -> None:
         """Queue a load, or end it at once where it cannot be done."""
         hold = self._take(job)
         if hold is not None:
             now_s = self._clock.monotonic_s()
-            if self._load_lane.offer(_Load(job, hold, self._copier.mark(), now_s)):
+            if self._load_lane.offer(_Load(job, hold, self._mark(), now_s)):
                 return
             self._shelf.give_back(hold)
         self._end_load(job, NOTHING)
 
     def store(self, job: StoreJob) -> None:
         """Queue a store behind what the step has launched, or drop it where it cannot be done."""
-        if not job.keys or job.writers[self._shard] != self._rank:
+        if not job.groups or job.writers[self._shard] != self._rank:
             # Only other servers lack something, or it is the turn of a rank with the same bytes.
             self.outcomes.add_store(job.job_id, JobResult(ranks_done=1))
             return
         hold = self._take(job)
         if hold is not None:
-            if self._store_lane.offer(_Store(job, hold, self._copier.mark())):
+            if self._store_lane.offer(_Store(job, hold, self._mark())):
                 return
             self._shelf.give_back(hold)
         self._end_store(job, NOTHING)
@@ -181,7 +182,7 @@ class Copying:
         self._shelf.close()
 
     def _take(self, job: LoadJob | StoreJob) -> Hold | None:
-        if job.fidelity not in self._copier.fidelities:
+        if job.fidelity not in self._fidelities:
             return None
         return self._shelf.take(job.boot_id)
 
@@ -189,7 +190,7 @@ class Copying:
         copied, wait_s = NOTHING, 0.0
         try:
             # Not a part of how fast loads are: compiling, and the loads before this one.
-            self._copier.warm_up(fidelity=queued.job.fidelity)
+            self._copies.warm_up(fidelity=queued.job.fidelity)
             wait_s = self._clock.monotonic_s() - queued.queued_s
             self._closing.wait(self._delay_s)
             copied = self._copies.load(
@@ -217,13 +218,12 @@ class Copying:
             self._end_store(job, copied)
 
     def _end_load(self, job: LoadJob, copied: Copied, *, wait_s: float = 0.0) -> None:
-        # The first block of the first chunk that failed, less those that were not ours to fill.
-        first = max(0, copied.chunk_count * job.blocks_per_chunk - job.skip_blocks)
+        is_whole = copied.chunk_count == job.chunk_count
         self.outcomes.add_load(
             job.job_id,
             job.request_id,
-            spoiled=job.block_ids[first:],
-            result=_result(copied, is_whole=copied.chunk_count == job.chunk_count, wait_s=wait_s),
+            spoiled=() if is_whole else _spoiled(job, copied),
+            result=_result(copied, is_whole=is_whole, wait_s=wait_s),
         )
 
     def _end_store(self, job: StoreJob, copied: Copied) -> None:
@@ -292,6 +292,15 @@ class Copying:
         """Settle what is copied and unmap what is over; the store lane's tick."""
         self._settlements.send()
         self._shelf.sweep()
+
+
+def _spoiled(job: LoadJob, copied: Copied) -> list[int] | None:
+    """Return the blocks that a load did not fill; None where nothing of it is of use."""
+    if not job.is_divisible:
+        return None
+    (group,) = job.groups
+    rest = group.block_ids[copied.chunk_count * group.blocks_per_chunk :]
+    return [block for block in rest if block != NOT_WRITTEN]
 
 
 def _result(copied: Copied, *, is_whole: bool, wait_s: float = 0.0) -> JobResult:

@@ -52,6 +52,7 @@ class Hit:
             `computed_tokens`.
         chunk_tokens: tokens a chunk.
         waiting: requests that wait behind this one.
+        is_divisible: whether a part of it can be loaded, too; a window is only good at its end.
     """
 
     prompt_tokens: int
@@ -59,6 +60,7 @@ class Hit:
     stop_chunk: int
     chunk_tokens: int
     waiting: int = 0
+    is_divisible: bool = True
 
     @property
     def first_chunk(self) -> int:
@@ -230,6 +232,8 @@ class _Ways:
         best, or the whole hit, or none of it; which spares looking at thousands of chunks.
         """
         hit = self._hit
+        if not hit.is_divisible:
+            return
         one_step = -(-(hit.prompt_tokens - self._prefill.step_tokens) // hit.chunk_tokens)
         for kink in (one_step, self._shadow()):
             for stop in (kink - 1, kink):

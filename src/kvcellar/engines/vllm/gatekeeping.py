@@ -88,6 +88,7 @@ class Gatekeeper:
         computed_tokens: int,
         found_tokens: int,
         chunk_tokens: int,
+        is_divisible: bool,
     ) -> int:
         """Return how many of the tokens that could be loaded are to be; may be asked again.
 
@@ -96,6 +97,7 @@ class Gatekeeper:
             computed_tokens: tokens that the engine has itself.
             found_tokens: tokens beyond those that the server has; above 0.
             chunk_tokens: tokens a chunk.
+            is_divisible: see `Hit`.
         """
         if not self._is_on:
             return found_tokens
@@ -105,6 +107,7 @@ class Gatekeeper:
             (computed_tokens + found_tokens) // chunk_tokens,
             chunk_tokens,
             len(self._waiting) - (state.request_id in self._waiting),
+            is_divisible,
         )
         verdict = self.gate.weigh(hit)
         self._verdicts[state.request_id] = verdict

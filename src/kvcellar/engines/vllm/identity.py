@@ -7,9 +7,10 @@ them made two engines differ.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvcellar.engines.vllm.groups import KVGroup
 from kvcellar.engines.vllm.versions import optional
 from kvcellar.engines.vllm.weights import files_digest, local_folder, weight_files
 from kvcellar.telemetry.logs import EventLog
@@ -46,13 +47,13 @@ MULTIMODAL = (
 
 
 def engine_fields(
-    vllm_config: Any, *, block_tokens: int
+    vllm_config: Any, *, groups: Sequence[KVGroup]
 ) -> dict[str, str | int | float | bool | bytes | None]:
     """Return the fields of the engine digest.
 
     Args:
         vllm_config: vLLM's configuration, complete (after all overrides).
-        block_tokens: tokens a block of the KV group.
+        groups: the KV groups, in vLLM's order.
 
     Raises:
         OSError: a weight file is there and cannot be read.
@@ -75,7 +76,7 @@ def engine_fields(
         "model.multimodal": _multimodal(model),
         "cache.dtype": _text(cache.cache_dtype),
         "cache.dtype_skips": canonical_json(optional(cache, "kv_cache_dtype_skip_layers")),
-        "cache.block_tokens": block_tokens,
+        "cache.groups": "; ".join(group.describe() for group in groups),
         "parallel.tensor": parallel.tensor_parallel_size,
         "parallel.pipeline": parallel.pipeline_parallel_size,
         "parallel.decode_context": parallel.decode_context_parallel_size,

@@ -19,7 +19,6 @@ from kvcellar.engines.vllm.notes import Notes, Outcome
 from kvcellar.engines.vllm.parts import Line
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, TimeoutExpiredError
-from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.protocol.messages import AwaitFetch, Lookup, LookupReply, Reply
 
 __all__ = ["Answer", "Lookups"]
@@ -32,7 +31,8 @@ class Answer:
     Attributes:
         bound: where it was asked; the answer is worth something only as long as that is current.
         found: what each server has. Its lease holds all of that, also what goes beyond `count`.
-        count: leading chunks that every server has.
+        count: leading chunks that every server has. Where a hit is not divisible, what one has for
+            a later end is of no use at an earlier one: 0 unless all agree.
         is_held: whether the leases were not given back.
     """
 
@@ -42,7 +42,7 @@ class Answer:
     is_held: bool = True
 
     def __post_init__(self) -> None:
-        self.count = min(reply.count for reply in self.found)
+        self.count = self._agreed()
 
     def improve(
         self, lines: Sequence[Line], replies: Sequence[LookupReply], exchange: Exchange
@@ -54,7 +54,7 @@ class Answer:
             exchange.release(line, had.lease if is_more else reply.lease)
             if is_more:
                 self.found[line.part.index] = reply
-        self.count = min(reply.count for reply in self.found)
+        self.count = self._agreed()
 
     def give_back(self, exchange: Exchange) -> None:
         """Release what it holds; the count stays."""
@@ -62,6 +62,10 @@ class Answer:
             self.is_held = False
             for line, reply in zip(self.bound.lines, self.found, strict=True):
                 exchange.release(line, reply.lease)
+
+    def _agreed(self) -> int:
+        counts = {reply.count for reply in self.found}
+        return min(counts) if self.bound.is_divisible or len(counts) == 1 else 0
 
 
 @dataclass(eq=False)
@@ -209,16 +213,18 @@ class Lookups:
         """Send the lookup; False when there is nothing to ask or it cannot be sent now."""
         state = inquiry.state
         chain = state.keys(bound, self._adapters, token_count=state.request.num_tokens)
-        if chain is None or not chain.count:
+        chunks = 0 if chain is None else min(chain.count, state.lookup_end(bound))
+        if chain is None or not chunks:
             self._notes.tell(state, bound, Outcome.UNNAMED if chain is None else Outcome.SHORT)
             self.drop(state)
             return False
-        inquiry.bound, inquiry.chunks = bound, min(chain.count, KEYS_MAX)
-        chunks, tenant = inquiry.chunks, state.tenant
+        inquiry.bound, inquiry.chunks, tenant = bound, chunks, state.tenant
         fetch = self._is_worth_fetching(inquiry, bound, computed_tokens)
         inquiry.question = self._exchange.ask(
             bound.lines,
-            lambda part, id_: Lookup(id_, chain.joined(0, chunks, part=part), fetch, tenant),
+            lambda part, id_: Lookup(
+                id_, bound.keys(chain.joined(0, chunks, part=part)), fetch, tenant
+            ),
             timeout_s=self._timeout_s,
         )
         if inquiry.question is None:

@@ -3,9 +3,7 @@
 vLLM pickles these from the scheduler's process to every worker and back, so they are plain data.
 A *job* is one copy between the engine's blocks and slots of the arena; its id is unique in the
 life of the scheduler half, because one request may have several jobs at once and a preempted one
-comes back under the same request id. Where the engine uses several servers a job is stated once
-for each, under one id, and each rank takes the statement of its own part. Made by `scheduler`,
-executed by `worker`.
+comes back under the same request id. Made by `scheduler`, executed by `worker`.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +16,44 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.layout.shard import EXACT
 
-__all__ = ["ConnectorMetadata", "JobResult", "LoadJob", "StoreJob", "WorkerReport"]
+__all__ = [
+    "ConnectorMetadata",
+    "GroupLoad",
+    "GroupStore",
+    "JobResult",
+    "LoadJob",
+    "StoreJob",
+    "WorkerReport",
+]
+
+
+@dataclass(frozen=True)
+class GroupLoad:
+    """What a load reads for one KV group.
+
+    Attributes:
+        group: its index.
+        keys: `KEY_BYTES` a chunk, in prefix order.
+        refs: `REF_BYTES` for each shard of each chunk, chunk after chunk, as the server sent them.
+        block_ids: the blocks of these chunks, the same number for each, in token order;
+            `NOT_WRITTEN` for those that the engine holds already, which others may be reading, and
+            for those that it has no use for.
+    """
+
+    group: int
+    keys: bytes
+    refs: bytes
+    block_ids: list[int]
+
+    @property
+    def chunk_count(self) -> int:
+        """Return how many chunks it reads."""
+        return len(self.keys) // KEY_BYTES
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Return the blocks of one chunk."""
+        return len(self.block_ids) // self.chunk_count
 
 
 @dataclass(frozen=True)
@@ -31,14 +66,10 @@ class LoadJob:
     Attributes:
         job_id: see the module; reported back in a `WorkerReport` by every rank.
         request_id: vLLM's; reported as received exactly once by every rank.
-        boot_id: the life of the server whose arena `refs` point into.
-        keys: `KEY_BYTES` a chunk, in prefix order.
-        refs: `REF_BYTES` for each shard of each chunk, chunk after chunk, as the server sent them.
+        boot_id: the life of the server whose arena the groups' `refs` point into.
         shard_count: shards a chunk.
-        block_ids: the blocks to fill, in token order: those of all chunks, except the first
-            `skip_blocks` blocks of the first chunk.
-        skip_blocks: leading blocks of the first chunk that the engine holds already and that
-            others may be reading: they must not be written.
+        groups: what to read for each KV group.
+        is_divisible: whether what came before a failure is of use; else all of it has failed.
         fidelity: the form in which the chunks were stored.
         part: whose ranks run it.
     """
@@ -46,23 +77,45 @@ class LoadJob:
     job_id: int
     request_id: str
     boot_id: bytes
-    keys: bytes
-    refs: bytes
     shard_count: int
-    block_ids: list[int]
-    skip_blocks: int
+    groups: tuple[GroupLoad, ...]
+    is_divisible: bool = True
     fidelity: str = EXACT
     part: int = 0
 
     @property
     def chunk_count(self) -> int:
-        """Return how many chunks the job reads."""
+        """Return how many chunks the job reads, one counted for each KV group."""
+        return sum(group.chunk_count for group in self.groups)
+
+
+@dataclass(frozen=True)
+class GroupStore:
+    """What a store writes for one KV group.
+
+    Attributes:
+        group: its index.
+        keys: `KEY_BYTES` for each reserved chunk.
+        offsets: `OFFSET_BYTES` for each shard of each reserved chunk, chunk after chunk.
+        block_ids: blocks of the reserved chunks, the same number for each, in token order.
+        places: the place of each chunk in the reservation, in whose order seals are committed.
+    """
+
+    group: int
+    keys: bytes
+    offsets: bytes
+    block_ids: list[int]
+    places: list[int]
+
+    @property
+    def chunk_count(self) -> int:
+        """Return how many chunks it writes."""
         return len(self.keys) // KEY_BYTES
 
     @property
     def blocks_per_chunk(self) -> int:
         """Return the blocks of one chunk."""
-        return (len(self.block_ids) + self.skip_blocks) // self.chunk_count
+        return len(self.block_ids) // self.chunk_count
 
 
 @dataclass(frozen=True)
@@ -77,10 +130,8 @@ class StoreJob:
         request_id: vLLM's, for logs only.
         boot_id: the life of the server that made the reservation.
         reservation: its handle, for `Commit` and `Abort`.
-        keys: `KEY_BYTES` for each reserved chunk; none where only other parts store something.
-        offsets: `OFFSET_BYTES` for each shard of each reserved chunk, chunk after chunk.
         writers: the rank that writes each shard of a chunk; the others have nothing to do.
-        block_ids: blocks of the reserved chunks, the same number for each, in token order.
+        groups: what to write for each KV group; nothing where only other parts store something.
         fidelity: the form in which to store them.
         part: whose ranks run it.
     """
@@ -89,10 +140,8 @@ class StoreJob:
     request_id: str
     boot_id: bytes
     reservation: int
-    keys: bytes
-    offsets: bytes
     writers: tuple[int, ...]
-    block_ids: list[int]
+    groups: tuple[GroupStore, ...]
     fidelity: str = EXACT
     part: int = 0
 
@@ -103,13 +152,8 @@ class StoreJob:
 
     @property
     def chunk_count(self) -> int:
-        """Return how many chunks the job writes."""
-        return len(self.keys) // KEY_BYTES
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Return the blocks of one chunk."""
-        return len(self.block_ids) // self.chunk_count
+        """Return how many chunks the job writes, one counted for each KV group."""
+        return sum(group.chunk_count for group in self.groups)
 
 
 @dataclass

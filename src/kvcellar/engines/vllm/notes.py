@@ -14,7 +14,7 @@ from kvcellar.engines.vllm.parts import Line
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.keys.chain import ChunkChain
 from kvcellar.keys.digest import short_digest
-from kvcellar.protocol.limits import KEYS_MAX, SKETCH_MAX_BYTES, TEXT_MAX
+from kvcellar.protocol.limits import SKETCH_MAX_BYTES, TEXT_MAX
 from kvcellar.protocol.messages import LookupNote, Request
 
 __all__ = ["Notes", "Outcome"]
@@ -66,14 +66,19 @@ class Notes:
         for part, line in enumerate(bound.lines):
             count = found[part] if found else 0
             is_more = outcome == Outcome.ANSWERED and count > least
-            note = _note(
-                state, Outcome.PART if is_more else outcome, state.chain, found=count, part=part
-            )
+            said = Outcome.PART if is_more else outcome
+            note = _note(state, bound, said, state.chain, found=count, part=part)
             self._teller.tell(line, note)
 
 
 def _note(
-    state: RequestState, outcome: str, chain: ChunkChain | None, *, found: int, part: int
+    state: RequestState,
+    bound: Bound,
+    outcome: str,
+    chain: ChunkChain | None,
+    *,
+    found: int,
+    part: int,
 ) -> Callable[[int], LookupNote]:
     request_id, tokens = state.request_id[:TEXT_MAX], int(state.request.num_tokens)
     salt = short_digest("salt", (state.request.cache_salt or "").encode("utf-8", "surrogatepass"))
@@ -82,7 +87,7 @@ def _note(
         return lambda id_: LookupNote(
             id_, request_id, outcome, tokens, 0, 0, salt=salt, adapter=adapter
         )
-    keys = min(chain.count, KEYS_MAX)
+    keys = min(chain.count, state.lookup_end(bound))
     found = min(found, keys)
     return lambda id_: LookupNote(
         id_,

@@ -33,6 +33,10 @@ class Pins:
             return 0
         return max(0, int(self._pool.num_gpu_blocks * PINNED_MAX_FRACTION) - self.count)
 
+    def free(self) -> int:
+        """Return how many blocks the pool could hand out now."""
+        return int(self._pool.get_num_free_blocks()) if self._pool is not None else 0
+
     def usable(self, block_ids: Sequence[int]) -> int:
         """Return how many leading blocks are real ones: the null block stands for none."""
         blocks = self._pool.blocks

@@ -17,11 +17,11 @@ import vllm
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheTensor, MLAAttentionSpec
 
 from kvcellar.engines.pages import PageRun, Storage, merge_adjacent
-from kvcellar.engines.vllm.versions import group_flags, optional
+from kvcellar.engines.vllm.versions import optional
 from kvcellar.errors import UnsupportedModelError
 from kvcellar.layout.shard import PageRegion, ShardLayout, Vectors
 
-__all__ = ["LayerTensor", "find_runs", "shard_layout"]
+__all__ = ["LayerTensor", "find_runs", "shard_layouts"]
 
 
 # Any: vLLM's configuration objects, see `versions`.
@@ -54,8 +54,10 @@ class LayerTensor(Protocol):
         ...
 
 
-def find_runs(kv_cache_config: Any, kv_caches: Mapping[str, LayerTensor]) -> list[PageRun]:
-    """Return where the pages of all layers lie, in the order in which a shard's bytes lie.
+def find_runs(kv_cache_config: Any, kv_caches: Mapping[str, LayerTensor]) -> list[list[PageRun]]:
+    """Return for each KV group where its layers' pages lie, in the order of a shard's bytes.
+
+    Groups may lie in the same memory: a block belongs to one of them.
 
     Args:
         kv_cache_config: the worker's `KVCacheConfig`.
@@ -63,11 +65,22 @@ def find_runs(kv_cache_config: Any, kv_caches: Mapping[str, LayerTensor]) -> lis
             another layer's memory and are passed over.
 
     Raises:
-        UnsupportedModelError: several KV groups, or a layer whose blocks are not runs of bytes; the
-            message names it.
+        UnsupportedModelError: a layer's blocks are not runs of bytes; the message names it.
     """
-    group = _only_group(kv_cache_config)
     block_count = int(kv_cache_config.num_blocks)
+    groups = [
+        merge_adjacent(_group_runs(group, kv_caches, block_count))
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    devices = sorted({run.device for runs in groups for run in runs})
+    if len(devices) != 1:
+        raise UnsupportedModelError(f"the layers lie on {len(devices)} devices {devices}, not one")
+    return groups
+
+
+def _group_runs(
+    group: Any, kv_caches: Mapping[str, LayerTensor], block_count: int
+) -> list[PageRun]:
     runs = []
     for name, spec in _layer_specs(group).items():
         if not isinstance(spec, AttentionSpec):
@@ -78,21 +91,18 @@ def find_runs(kv_cache_config: Any, kv_caches: Mapping[str, LayerTensor]) -> lis
         if name not in kv_caches:
             raise UnsupportedModelError(f"layer {name}: vLLM registered no tensor for it")
         runs.append(_page_run(name, kv_caches[name], int(spec.page_size_bytes), block_count))
-    devices = sorted({run.device for run in runs})
-    if len(devices) != 1:
-        raise UnsupportedModelError(f"the layers lie on {len(devices)} devices {devices}, not one")
-    return merge_adjacent(runs)
+    return runs
 
 
-def shard_layout(
+def shard_layouts(
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, LayerTensor],
     *,
-    runs: Iterable[PageRun],
+    runs: Sequence[Sequence[PageRun]],
     instruction_set: str,
-) -> ShardLayout:
-    """Return this rank's layout, with everything that its bytes depend on in the fingerprint.
+) -> tuple[ShardLayout, ...]:
+    """Return this rank's layout of each KV group, with all that its bytes depend on in it.
 
     Not in it: addresses, and how many blocks the engine has.
 
@@ -103,46 +113,42 @@ def shard_layout(
         runs: what `find_runs` gave.
         instruction_set: of the CPU that packs the pages; empty where an accelerator does.
     """
-    group = _only_group(kv_cache_config)
-    parallel = vllm_config.parallel_config
-    block_count = int(kv_cache_config.num_blocks)
-    pages = {
-        name: _describe_page(vllm_config, name, spec, kv_caches[name], block_count)
-        for name, spec in _layer_specs(group).items()
-    }
-    runs = list(runs)
-    order = [f"{name} {pages[name]}" for run in runs for name in run.names]
-    lines = [
+    groups = kv_cache_config.kv_cache_groups
+    shared_as = _shared_as(groups)
+    about = [
         f"vllm {vllm.__version__.partition('+')[0]}",
         f"layout {_layout_generation(kv_cache_config)}",
         f"cache dtype {vllm_config.cache_config.cache_dtype}",
         f"instruction set {instruction_set or 'none'}",
-        f"layers {len(order)}, digest {_digest(order)}",
-        *dict.fromkeys(pages.values()),
     ]
-    text = "\n".join(lines)
-    return ShardLayout(
-        rank=int(parallel.rank),
-        block_tokens=int(group.kv_cache_spec.block_size),
-        regions=tuple(PageRegion(run.names[0], run.page_bytes) for run in runs),
-        # Models whose every layer is another kind would give a text without end.
-        format=text
-        if len(text) <= _FORMAT_MAX
-        else "\n".join([*lines[:5], f"pages {_digest(lines[5:])}"]),
-        vectors=_only_vectors(group, kv_caches, runs),
-        shared_as=_shared_as(group),
-    )
-
-
-def _only_group(kv_cache_config: Any) -> Any:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or group_flags(groups[0]):
-        named = "; ".join(" ".join([group.layer_names[0], *group_flags(group)]) for group in groups)
-        raise UnsupportedModelError(
-            f"the model has {len(groups)} KV groups ({named}); kvcellar keeps models with one "
-            "plain group"
+    found = []
+    for group, its_runs in zip(groups, runs, strict=True):
+        pages = {
+            name: _describe_page(
+                vllm_config, name, spec, kv_caches[name], int(kv_cache_config.num_blocks)
+            )
+            for name, spec in _layer_specs(group).items()
+        }
+        layout = ShardLayout(
+            rank=int(vllm_config.parallel_config.rank),
+            block_tokens=int(group.kv_cache_spec.block_size),
+            regions=tuple(PageRegion(run.names[0], run.page_bytes) for run in its_runs),
+            format=_format(about, pages, its_runs),
+            vectors=_only_vectors(group, kv_caches, its_runs),
+            shared_as=shared_as,
         )
-    return groups[0]
+        found.append(layout)
+    return tuple(found)
+
+
+def _format(about: list[str], pages: Mapping[str, str], runs: Sequence[PageRun]) -> str:
+    """Return what the bytes of a group's pages mean, as text."""
+    order = [f"{name} {pages[name]}" for run in runs for name in run.names]
+    head = [*about, f"layers {len(order)}, digest {_digest(order)}"]
+    kinds = [*dict.fromkeys(pages.values())]
+    text = "\n".join([*head, *kinds])
+    # Models whose every layer is another kind would give a text without end.
+    return text if len(text) <= _FORMAT_MAX else "\n".join([*head, f"pages {_digest(kinds)}"])
 
 
 def _layer_specs(group: Any) -> Mapping[str, Any]:
@@ -151,13 +157,16 @@ def _layer_specs(group: Any) -> Mapping[str, Any]:
     return {name: each.get(name, group.kv_cache_spec) for name in group.layer_names}
 
 
-def _shared_as(group: Any) -> int | None:
+def _shared_as(groups: Sequence[Any]) -> int | None:
     """Return the shard that all ranks hold alike; None where each has heads of its own.
+
+    A chunk has the same shards in each KV group, so all of them have to be of that kind.
 
     What MLA keeps of a token is one latent for all heads, computed alike by every rank of tensor
     parallelism (the only kind, besides data parallelism, that `support` lets through).
     """
-    is_latent = all(type(spec) is MLAAttentionSpec for spec in _layer_specs(group).values())
+    specs = (spec for group in groups for spec in _layer_specs(group).values())
+    is_latent = all(type(spec) is MLAAttentionSpec for spec in specs)
     return 0 if is_latent else None
 
 

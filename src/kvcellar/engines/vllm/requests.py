@@ -19,6 +19,7 @@ from kvcellar.engines.vllm.receipts import Receipt
 from kvcellar.engines.vllm.versions import mixed_prompt_mask, optional
 from kvcellar.keys.chain import ChunkChain, SpanItem
 from kvcellar.keys.digest import request_seed
+from kvcellar.protocol.limits import KEYS_MAX
 from kvcellar.tenancy.names import tenant_of
 
 __all__ = ["RequestState", "RequestWishes", "read_wishes"]
@@ -83,7 +84,9 @@ class RequestState:
         request: vLLM's own object; tokens are read from it and never copied.
         wishes: see `RequestWishes`.
         receipt: what was moved for it.
-        block_ids: its block table as the last steps scheduled it; empty while it has none.
+        tables: its block table in each KV group as the last steps scheduled it, with ids that the
+            group may have given away since; empty while it has none.
+        computed: so many leading tokens were computed when a step was scheduled last.
         chain: keys of its full chunks; None until they are needed.
         tokens_end: only chunks of so many leading tokens are offered.
         next_chunk: the first chunk that has not been offered to the server.
@@ -97,7 +100,8 @@ class RequestState:
     request: Any
     wishes: RequestWishes
     receipt: Receipt
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    computed: int = 0
     chain: ChunkChain | None = None
     tokens_end: int = 0
     next_chunk: int = 0
@@ -119,6 +123,25 @@ class RequestState:
         """Return on whose account the request's chunks go."""
         return tenant_of(self.request.cache_salt)
 
+    def follow(
+        self, block_ids: tuple[list[int], ...] | None, *, is_whole: bool, computed: int
+    ) -> None:
+        """Keep the block tables as a step schedules them.
+
+        Args:
+            block_ids: of each KV group; None where nothing was added.
+            is_whole: they are the whole tables.
+            computed: tokens that were there before the step.
+        """
+        if is_whole and block_ids is not None:
+            self.tables, self.computed = [[*ids] for ids in block_ids], computed
+            return
+        # It goes back where drafted tokens are not accepted; what vLLM gave away stays away.
+        self.computed = max(self.computed, computed)
+        if block_ids is not None:
+            for table, ids in zip(self.tables, block_ids, strict=True):
+                table.extend(ids)
+
     def put_off(self, bound: Bound, *, chunk: int, until_s: float) -> None:
         """Offer the chunks from `chunk` on again later: what is behind a gap cannot be found."""
         if self._bound is bound:
@@ -129,6 +152,15 @@ class RequestState:
         """Return whether there may be chunks to offer; cheap, for every request of every step."""
         next_chunk = self.next_chunk if self._bound is bound else 0
         return token_count >= (next_chunk + 1) * bound.chunk_tokens
+
+    def lookup_end(self, bound: Bound) -> int:
+        """Return how many leading chunks are worth a lookup, whether they have keys or not.
+
+        vLLM computes the last token of a prompt that is there in full. What that token sees may
+        begin before what a window keeps at the prompt's end, so a hit ends before it.
+        """
+        tokens = int(self.request.num_tokens) - (not bound.is_divisible)
+        return min(tokens // bound.chunk_tokens, KEYS_MAX // len(bound.groups))
 
     def has_shrunk(self) -> bool:
         """Return whether tokens were taken away since the keys were made."""

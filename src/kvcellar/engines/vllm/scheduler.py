@@ -23,6 +23,8 @@ from kvcellar.engines.vllm.exchange import Exchange
 from kvcellar.engines.vllm.fuse import Fuse
 from kvcellar.engines.vllm.gate import Gate
 from kvcellar.engines.vllm.gatekeeping import Gatekeeper
+from kvcellar.engines.vllm.groups import KVGroup, block_multiple
+from kvcellar.engines.vllm.headroom import Headroom
 from kvcellar.engines.vllm.holdings import Holdings
 from kvcellar.engines.vllm.identity import engine_fields
 from kvcellar.engines.vllm.loads import Loads
@@ -95,8 +97,9 @@ class SchedulerHalf:
                 cannot be divided among the servers.
         """
         split = Split.of(vllm_config, options)
-        self._block_tokens = require_supported(vllm_config, kv_cache_config)
-        fields = _engine_fields(vllm_config, self._block_tokens)
+        self._groups = require_supported(vllm_config, kv_cache_config)
+        self._block_tokens = block_multiple(self._groups)
+        fields = _engine_fields(vllm_config, self._groups)
         transfer = vllm_config.kv_transfer_config
         _settle_failure_policy(transfer, options.load_failure_policy)
         self._may_load = bool(transfer.is_kv_consumer)
@@ -119,6 +122,9 @@ class SchedulerHalf:
         self._adapters = Adapters()
         self.fuse = Fuse()
         self.pins = Pins()
+        self._headroom = Headroom(
+            self._groups, step_tokens=step_tokens, pins=self.pins, clock=self._clock
+        )
         self._server = ensure_server(options, clock=self._clock)
         self.parts = [
             _make_part(vllm_config, split, index, self._clock) for index in range(split.part_count)
@@ -134,7 +140,7 @@ class SchedulerHalf:
             self.parts,
             self._exchange,
             engine=engine,
-            block_tokens=self._block_tokens,
+            groups=self._groups,
             ranks=split.rank_count,
             clock=clock,
         )
@@ -146,7 +152,7 @@ class SchedulerHalf:
             fetch_timeout_s=self._options.fetch_timeout_s,
             clock=clock,
         )
-        self.loads = Loads(self._exchange, block_tokens=self._block_tokens)
+        self.loads = Loads(self._exchange)
         self.stores = Stores(
             self._binder,
             self._exchange,
@@ -185,16 +191,23 @@ class SchedulerHalf:
                 tokens = self.lookups.matched_tokens(state, computed_tokens)
                 if tokens:
                     tokens = self._choose(state, computed_tokens, tokens)
-                    state.load_stop = computed_tokens + tokens
+                if tokens:
+                    tokens = self._headroom.admit(
+                        state.request_id,
+                        computed_tokens=computed_tokens,
+                        found_tokens=tokens,
+                        prompt_tokens=int(request.num_tokens),
+                    )
+                state.load_stop = computed_tokens + (tokens or 0)
                 return tokens, bool(tokens)
         return 0, False
 
-    def on_allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+    def on_allocated(self, request: Any, tables: Sequence[list[int]], external_tokens: int) -> None:
         """Plan the load that vLLM made room for; without one, give back what was found.
 
         Args:
             request: vLLM's request.
-            block_ids: its whole block table.
+            tables: its whole block table in each KV group.
             external_tokens: what `matched_tokens` said, or 0: nothing is to be loaded (by us).
         """
         state = self._state(request)
@@ -213,11 +226,13 @@ class SchedulerHalf:
             job_id,
             state,
             answer,
-            block_ids=block_ids,
+            tables=tables,
             chunk_stop=state.load_stop // chunk_tokens,
             token_count=external_tokens,
         )
         with self.fuse:
+            rest_tokens = int(request.num_tokens) - state.load_stop
+            self._headroom.begin(state.request_id, rest_tokens=rest_tokens)
             chunks = -(-external_tokens // chunk_tokens)
             self.gatekeeper.begin_load(job_id, chunks * chunk_tokens)
 
@@ -260,6 +275,7 @@ class SchedulerHalf:
         """Forget a request that ended in whatever way; its copies run on."""
         with self.fuse:
             self.gatekeeper.leave(request.request_id)
+            self._headroom.end(request.request_id)
             state = self._states.pop(request.request_id, None)
             if state is not None:
                 self.lookups.drop(state)
@@ -325,13 +341,14 @@ class SchedulerHalf:
             computed_tokens=computed_tokens,
             found_tokens=found_tokens,
             chunk_tokens=bound.chunk_tokens,
+            is_divisible=bound.is_divisible,
         )
 
     def _follow(self, scheduler_output: Any, bound: Bound | None) -> None:
         """Keep block tables as the step left them, and offer the chunks that it completes."""
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._states:
-                self._states[request_id].block_ids = []
+                self._states[request_id].tables = []
                 self.gatekeeper.leave(request_id)
                 self.gatekeeper.arrive(request_id)
         scheduled = scheduler_output.num_scheduled_tokens
@@ -341,11 +358,10 @@ class SchedulerHalf:
             state = self._states.get(request_id)
             if state is None:
                 continue
-            if is_whole and block_ids is not None:
-                state.block_ids = [*block_ids]
+            state.follow(block_ids, is_whole=is_whole, computed=computed)
+            if is_whole:
+                self._headroom.end(request_id)
                 state.tokens_end = self._tokens_end(state)
-            elif block_ids is not None:
-                state.block_ids += block_ids
             if is_measured:
                 self.gatekeeper.schedule(state, computed=computed, count=scheduled[request_id])
             if bound is not None and state.may_save:
@@ -389,9 +405,9 @@ class SchedulerHalf:
             log.warning("a server may hold chunks of before the reset", reason=str(error))
 
 
-def _engine_fields(vllm_config: Any, block_tokens: int) -> dict[str, FieldValue]:
+def _engine_fields(vllm_config: Any, groups: Sequence[KVGroup]) -> dict[str, FieldValue]:
     try:
-        fields = engine_fields(vllm_config, block_tokens=block_tokens)
+        fields = engine_fields(vllm_config, groups=groups)
     except OSError as error:
         raise ConfigError(f"a file of the model cannot be read: {error}") from error
     log.info("engine named", engine=engine_digest(fields).hex()[:16], **field_digests(fields))

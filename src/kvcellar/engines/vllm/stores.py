@@ -3,23 +3,26 @@
 A chunk is offered in the step that computes its last token. Its blocks are pinned in that very
 call, so neither preemption nor the request's end can hand them to somebody else; then each server
 says which chunks are new to it and fit, the workers copy those, and the pins go when every rank has
-reported. What no server wants is let go at once. Used by the scheduler half on the engine's thread.
+reported. What no server wants is let go at once. A KV group that frees blocks as it goes still has
+what is kept of a chunk in that step; later it may not, and then that is not offered: the ids that
+are remembered may be another request's. Used by the scheduler half on the engine's thread.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvcellar.clock import Clock
-from kvcellar.engines.vllm.binding import Binder, Bound
+from kvcellar.engines.vllm.binding import Binder, Bound, BoundPart
 from kvcellar.engines.vllm.exchange import Exchange, Question
-from kvcellar.engines.vllm.metadata import JobResult, StoreJob
+from kvcellar.engines.vllm.metadata import GroupStore, JobResult, StoreJob
 from kvcellar.engines.vllm.pins import Pins
 from kvcellar.engines.vllm.requests import RequestState
 from kvcellar.errors import KVCellarError, PeerClosedError, TimeoutExpiredError
 from kvcellar.keys.chain import ChunkChain
 from kvcellar.protocol.limits import KEYS_MAX
-from kvcellar.protocol.messages import ChunkState, Reserve, ReserveReply
+from kvcellar.protocol.messages import OFFSET_BYTES, ChunkState, Reserve, ReserveReply
 
 __all__ = ["StoreCounts", "Stores"]
 
@@ -34,6 +37,8 @@ QUIET_S = 30.0
 @dataclass
 class StoreCounts:
     """Chunks by what became of them; of several servers the one in the way decides.
+
+    Of a model with several KV groups a chunk counts for each that keeps some of it.
 
     Attributes:
         offered: named to the server.
@@ -56,13 +61,21 @@ class StoreCounts:
     failed: int = 0
 
 
+class _Piece(NamedTuple):
+    """What one KV group keeps of one chunk: the chunk, the group's place, its blocks."""
+
+    chunk: int
+    group: int
+    block_ids: list[int]
+
+
 @dataclass(eq=False)
 class _Offer:
     state: RequestState
     bound: Bound
     first: int
     chain: ChunkChain
-    blocks: list[list[int]]
+    pieces: list[_Piece]
     deadline_s: float
     turn: int = 0
     question: Question | None = None
@@ -74,16 +87,16 @@ class _Store:
 
     Attributes:
         offer: what was offered.
-        parts: the keys and the blocks of the chunks that each server reserved.
-        block_ids: of all chunks that some server reserved; they are pinned.
-        chunk_count: chunks that every server has once this is over.
+        parts: what each server reserved.
+        pinned: what some server reserved.
+        whole: what every server has once this is over.
         reservations: the handles.
     """
 
     offer: _Offer
-    parts: list[tuple[bytearray, list[int]]]
-    block_ids: list[int] = field(default_factory=list)
-    chunk_count: int = 0
+    parts: list[list[_Piece]]
+    pinned: list[_Piece] = field(default_factory=list)
+    whole: list[_Piece] = field(default_factory=list)
     reservations: list[int] = field(default_factory=list)
 
 
@@ -128,34 +141,51 @@ class Stores:
             bound: the namespace of its keys.
             chunk_count: chunks from the prompt's start that are complete after this step.
         """
-        chain, first, width = state.chain, state.next_chunk, bound.blocks_per_chunk
+        chain, first = state.chain, state.next_chunk
         assert chain is not None
         now_s = self._clock.monotonic_s()
         if now_s < state.offer_after_s:
             return
-        stop = min(chunk_count, first + KEYS_MAX)
-        block_ids = state.block_ids[first * width : stop * width]
-        usable = self._pins.usable(block_ids) // width
-        fitting = min(usable, self._pins.room() // width)
-        self.counts.crowded += usable - fitting
-        if fitting <= 0:
+        stop = min(chunk_count, first + KEYS_MAX // len(bound.groups))
+        room = self._pins.room()
+        pieces: list[_Piece] = []
+        for chunk in range(first, stop):
+            found = self._pieces(state, bound, chunk)
+            wanted = sum(len(piece.block_ids) for piece in found)
+            if wanted > room:
+                self.counts.crowded += (stop - chunk) * len(found)
+                stop = chunk
+                break
+            room -= wanted
+            pieces += found
+        state.next_chunk = max(first, stop)
+        if not pieces:
             return
-        stop, block_ids = first + fitting, block_ids[: fitting * width]
-        self._pins.pin(block_ids)
-        state.next_chunk = stop
+        for piece in pieces:
+            self._pins.pin(piece.block_ids)
         state.receipt.open_job()
         self._active_s = now_s
-        self.counts.offered += fitting
-        self._offers.append(
-            _Offer(
-                state,
-                bound,
-                first,
-                chain,
-                [block_ids[at : at + width] for at in range(0, len(block_ids), width)],
-                deadline_s=now_s + RESERVE_TIMEOUT_S,
+        self.counts.offered += len(pieces)
+        deadline_s = now_s + RESERVE_TIMEOUT_S
+        self._offers.append(_Offer(state, bound, first, chain, pieces, deadline_s))
+
+    def _pieces(self, state: RequestState, bound: Bound, chunk: int) -> list[_Piece]:
+        """Return what groups keep of a chunk in blocks that all are the request's own now."""
+        pieces = []
+        for place, group in enumerate(bound.groups):
+            kind = group.group
+            is_there = (
+                group.first_block(chunk) >= kind.kept_from(state.computed) // kind.block_tokens
             )
-        )
+            block_ids = group.table_part(state.tables[kind.index], chunk)
+            # Fewer were computed where the table ends, and the null block stands for none.
+            if (
+                (is_there or kind.is_whole)
+                and len(block_ids) == group.blocks
+                and self._pins.usable(block_ids) == group.blocks
+            ):
+                pieces.append(_Piece(chunk, place, block_ids))
+        return pieces
 
     def collect(self) -> list[StoreJob]:
         """Return the jobs of each offer that is answered and of which something is wanted."""
@@ -169,7 +199,7 @@ class Stores:
                 replies = self._replies(offer)
             except KVCellarError as error:
                 self._binder.heed(offer.bound, error)
-                self.counts.lost += len(offer.blocks)
+                self.counts.lost += len(offer.pieces)
                 self._put_off(offer, offer.first)
                 self._let_go(offer)
                 continue
@@ -185,7 +215,7 @@ class Stores:
         for offer in self._offers:
             if offer.question is not None:
                 self._exchange.drop(offer.question)
-            self.counts.lost += len(offer.blocks)
+            self.counts.lost += len(offer.pieces)
             self._let_go(offer)
         self._offers = []
 
@@ -195,27 +225,31 @@ class Stores:
         if store is None:
             return False
         self._active_s = self._clock.monotonic_s()
-        self._pins.let_go(store.block_ids)
+        for piece in reversed(store.pinned):
+            self._pins.let_go(piece.block_ids)
         bound, receipt = store.offer.bound, store.offer.state.receipt
         for line, reservation in zip(bound.lines, store.reservations, strict=True):
             line.part.holdings.end_reservation(line.session, reservation)
         if result.ranks_failed:
-            self.counts.failed += store.chunk_count
+            self.counts.failed += len(store.whole)
         else:
-            self.counts.stored += store.chunk_count
-        receipt.stored.add(result, token_count=store.chunk_count * bound.chunk_tokens)
+            self.counts.stored += len(store.whole)
+        chunks = len({piece.chunk for piece in store.whole})
+        receipt.stored.add(result, token_count=chunks * bound.chunk_tokens)
         receipt.close_job()
         return True
 
     def _send(self, offer: _Offer) -> None:
         """Send an offer; where that cannot be done now, the next step tries again."""
-        chain, first, turn = offer.chain, offer.first, next(self._turns)
-        stop, tenant, offer.turn = first + len(offer.blocks), offer.state.tenant, turn
+        bound, chain, first, turn = offer.bound, offer.chain, offer.first, next(self._turns)
+        tenant, offer.turn = offer.state.tenant, turn
+        has_groups = len(bound.groups) > 1
+        groups = bytes([piece.group for piece in offer.pieces]) if has_groups else b""
 
         def reserve(part: int, id_: int) -> Reserve:
-            keys = chain.joined(first, stop, part=part)
-            parent = chain.joined(max(0, first - 1), first, part=part)
-            return Reserve(id_, keys, parent, turn, tenant=tenant)
+            keys = b"".join([_key(offer, piece, part) for piece in offer.pieces])
+            parent = bound.parents(chain.joined(max(0, first - 1), first, part=part))
+            return Reserve(id_, keys, parent, turn, tenant=tenant, groups=groups)
 
         offer.question = self._exchange.ask(offer.bound.lines, reserve, timeout_s=RESERVE_TIMEOUT_S)
 
@@ -237,7 +271,7 @@ class Stores:
         """Return the job of each part, or none; a part may have nothing to do in it."""
         self._active_s = self._clock.monotonic_s()
         store = self._sort(offer, [reply.states for reply in replies])
-        if not store.block_ids:
+        if not store.pinned:
             offer.state.receipt.close_job()
             return []
         store.reservations = [reply.reservation for reply in replies]
@@ -249,41 +283,33 @@ class Stores:
                 request_id=offer.state.request_id,
                 boot_id=part.line.session.boot_id,
                 reservation=reply.reservation,
-                keys=bytes(keys),
-                offsets=reply.offsets,
                 writers=part.writers(offer.turn),
-                block_ids=block_ids,
+                groups=tuple(_group_stores(offer, part, pieces, reply.offsets)),
                 fidelity=part.line.session.welcome.fidelity,
                 part=part.line.part.index,
             )
-            for part, reply, (keys, block_ids) in zip(
-                offer.bound.parts, replies, store.parts, strict=True
-            )
+            for part, reply, pieces in zip(offer.bound.parts, replies, store.parts, strict=True)
         ]
 
     def _sort(self, offer: _Offer, states: Sequence[bytes]) -> _Store:
         """Count the chunks by the servers' words and let go of those that none of them wants."""
-        store, counts = _Store(offer, [(bytearray(), []) for _ in states]), self.counts
-        for index, (block_ids, words) in enumerate(
-            zip(offer.blocks, zip(*states, strict=True), strict=True)
-        ):
-            for part, word in enumerate(words):
+        store, counts = _Store(offer, [[] for _ in states]), self.counts
+        for piece, words in zip(offer.pieces, zip(*states, strict=True), strict=True):
+            for pieces, word in zip(store.parts, words, strict=True):
                 if word == ChunkState.RESERVED:
-                    keys, blocks = store.parts[part]
-                    keys += offer.chain.key(offer.first + index, part=part)
-                    blocks += block_ids
+                    pieces.append(piece)
             if ChunkState.RESERVED in words:
-                store.block_ids += block_ids
+                store.pinned.append(piece)
             else:
-                self._pins.let_go(block_ids)
+                self._pins.let_go(piece.block_ids)
             if ChunkState.FULL in words:
                 # Where it was reserved nevertheless it is stored: then the next offer is smaller.
                 counts.full += 1
-                self._put_off(offer, offer.first + index)
+                self._put_off(offer, piece.chunk)
             elif ChunkState.BUSY in words:
                 counts.busy += 1
             elif ChunkState.RESERVED in words:
-                store.chunk_count += 1
+                store.whole.append(piece)
             else:
                 counts.present += 1
         return store
@@ -293,6 +319,30 @@ class Stores:
         offer.state.put_off(offer.bound, chunk=chunk, until_s=until_s)
 
     def _let_go(self, offer: _Offer) -> None:
-        for block_ids in offer.blocks:
-            self._pins.let_go(block_ids)
+        for piece in offer.pieces:
+            self._pins.let_go(piece.block_ids)
         offer.state.receipt.close_job()
+
+
+def _key(offer: _Offer, piece: _Piece, part: int) -> bytes:
+    return offer.bound.groups[piece.group].keys(offer.chain.key(piece.chunk, part=part))
+
+
+def _group_stores(
+    offer: _Offer, part: BoundPart, pieces: Sequence[_Piece], offsets: bytes
+) -> Iterator[GroupStore]:
+    """Yield what a part's ranks write of each KV group; `offsets` has a chunk's shards together."""
+    width = part.shard_count * OFFSET_BYTES
+    for group, kept in enumerate(offer.bound.groups):
+        places = [place for place, piece in enumerate(pieces) if piece.group == group]
+        if places:
+            keys = [_key(offer, pieces[place], part.line.part.index) for place in places]
+            yield GroupStore(
+                group=kept.group.index,
+                keys=b"".join(keys),
+                offsets=b"".join(
+                    [offsets[place * width : (place + 1) * width] for place in places]
+                ),
+                block_ids=[id_ for place in places for id_ in pieces[place].block_ids],
+                places=places,
+            )

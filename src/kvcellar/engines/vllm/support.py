@@ -1,31 +1,42 @@
 """Which models and settings the connector can keep safely, and what to do about the others.
 
-A model whose KV is not a plain function of the tokens before it, block by block, in one group,
-would be kept wrongly; it is refused at start with the name of the group or setting and the way
-out. Called by both halves before anything else, so that no chunk is ever stored for such a model.
+A model whose KV is not a plain function of the tokens before it, block by block, would be kept
+wrongly; so would one whose groups free blocks, in a vLLM that cannot be told that a load of theirs
+failed. It is refused at start with the name of the group or setting and the way out. Called by both
+halves before anything else, so that no chunk is ever stored for such a model.
 """
 
 from typing import Any
 
-from kvcellar.engines.vllm.versions import group_flags, has_measured_kv_scales, optional
+from kvcellar.engines.vllm.groups import KVGroup
+from kvcellar.engines.vllm.versions import (
+    can_fail_whole_loads,
+    group_flags,
+    has_measured_kv_scales,
+    optional,
+)
 from kvcellar.errors import UnsupportedModelError
 
 __all__ = ["require_supported"]
 
 # Any: vLLM's configuration objects, see `versions`.
 
-GROUP_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+WHOLE_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Kinds of KV whose blocks depend on the tokens before them and stay as long as the request."""
+WINDOW_KIND = "SlidingWindowSpec"
+LOCAL_KIND = "ChunkedLocalAttentionSpec"
+GROUP_KINDS = WHOLE_KINDS | {WINDOW_KIND, LOCAL_KIND}
+"""All kinds that are kept; those with a window or with local spans free blocks as they go."""
 
 DRAFTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Ways to speculate that keep no KV of their own."""
 
 
-def require_supported(vllm_config: Any, kv_cache_config: Any) -> int:
+def require_supported(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:
     """Check the engine's settings and the model's KV groups.
 
     Returns:
-        Tokens a block of the one group that there is.
+        What the groups keep, in vLLM's order.
 
     Raises:
         UnsupportedModelError: the connector cannot keep this; the message names what and the fix.
@@ -37,14 +48,39 @@ def require_supported(vllm_config: Any, kv_cache_config: Any) -> int:
             "the model has no KV cache: remove --kv-transfer-config, there is nothing to keep"
         )
     for index, group in enumerate(groups):
-        _require_plain(index, group, alone=len(groups) == 1)
-    if len(groups) > 1:
+        _require_plain(index, group)
+        _require_resumable(vllm_config, group)
+    found = tuple(_kept(index, group) for index, group in enumerate(groups))
+    if not can_fail_whole_loads() and not (len(found) == 1 and found[0].is_whole):
         names = "; ".join(_named(index, group) for index, group in enumerate(groups))
         raise UnsupportedModelError(
-            f"the model has {len(groups)} KV groups and kvcellar keeps one: {names}. {_ONE_GROUP}"
+            f"this vLLM cannot be told that a load of several KV groups or of a window failed, and "
+            f"the model has {len(found)}: {names}. {_ONE_GROUP}, or use a newer vLLM"
         )
-    _require_resumable(vllm_config, groups[0])
-    return int(groups[0].kv_cache_spec.block_size)
+    return found
+
+
+def _kept(index: int, group: Any) -> KVGroup:
+    """Return what a group keeps; its layers must agree."""
+    kept = {_kept_of(index, group, spec) for spec in _layer_specs(group)}
+    if len(kept) != 1:
+        kinds = ", ".join(sorted(each.describe() for each in kept))
+        raise UnsupportedModelError(
+            f"{_named(index, group)} cannot be kept: its layers keep different tokens ({kinds}); "
+            "run this model without --kv-transfer-config"
+        )
+    return kept.pop()
+
+
+def _kept_of(index: int, group: Any, spec: Any) -> KVGroup:
+    block_tokens, kind = int(group.kv_cache_spec.block_size), type(spec).__name__
+    if kind == WINDOW_KIND:
+        # Some ways to speculate have vLLM keep more than the window.
+        window = int(spec.sliding_window) + int(optional(spec, "extra_retained_tokens", 0))
+        return KVGroup(index, block_tokens, window=window)
+    if kind == LOCAL_KIND:
+        return KVGroup(index, block_tokens, local=int(spec.attention_chunk_size))
+    return KVGroup(index, block_tokens)
 
 
 _ONE_GROUP = (
@@ -53,7 +89,7 @@ _ONE_GROUP = (
 )
 
 
-def _require_plain(index: int, group: Any, *, alone: bool) -> None:
+def _require_plain(index: int, group: Any) -> None:
     name = _named(index, group)
     kinds = sorted({type(spec).__name__ for spec in _layer_specs(group)})
     strange = [kind for kind in kinds if kind not in GROUP_KINDS]
@@ -70,7 +106,7 @@ def _require_plain(index: int, group: Any, *, alone: bool) -> None:
             "depends on what follows; run this model without --kv-transfer-config"
         )
     flags = group_flags(group)
-    if flags and alone:
+    if flags:
         raise UnsupportedModelError(
             f"{name} cannot be kept: it {', '.join(flags)}; run without --kv-transfer-config"
         )

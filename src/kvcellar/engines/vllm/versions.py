@@ -15,6 +15,7 @@ from kvcellar import __version__
 
 __all__ = [
     "cache_hit_source",
+    "can_fail_whole_loads",
     "group_flags",
     "has_measured_kv_scales",
     "is_inside_multi_connector",
@@ -22,6 +23,7 @@ __all__ = [
     "optional",
     "scheduled_tables",
     "software",
+    "transfer_results",
 ]
 
 # Any: vLLM's objects are only duck-typed here; its releases disagree about their classes.
@@ -46,6 +48,22 @@ def cache_hit_source() -> Any:
     return CacheHitSource.HOST
 
 
+def transfer_results(*, received: set[str], failed: set[str]) -> Any:
+    """Return what a worker says of loads that ended, to a vLLM that asks for it in this form."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+
+def can_fail_whole_loads() -> bool:
+    """Return whether vLLM can be told that a load failed as a whole (it cannot be in 0.25.1)."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    except ImportError:
+        return False
+    return hasattr(base, "KVConnectorTransferResults")
+
+
 def group_flags(group: Any) -> list[str]:
     """Return what is special about a KV cache group, in words for people; [] for a plain one."""
     flags = {
@@ -67,21 +85,22 @@ def mixed_prompt_mask(request: Any) -> bytes:
     return bytes(bytearray(map(bool, mask))) if mask is not None else b""
 
 
-def scheduled_tables(scheduler_output: Any) -> Iterator[tuple[str, list[int] | None, bool, int]]:
+def scheduled_tables(
+    scheduler_output: Any,
+) -> Iterator[tuple[str, tuple[list[int], ...] | None, bool, int]]:
     """Yield what a step schedules: request id, block ids, whether they replace, computed tokens.
 
-    A request that is new or comes back from preemption brings its whole block table; a running
-    one only what it was given in this step, or None. One runner of vLLM reports those that come
-    back among the new ones, the other among the running ones. Only the first KV group is read.
+    A request that is new or comes back from preemption brings its whole block table of each KV
+    group; a running one only what it was given in this step, or None. One runner of vLLM reports
+    those that come back among the new ones, the other among the running ones.
     """
     for new in scheduler_output.scheduled_new_reqs:
-        yield new.req_id, new.block_ids[0], True, new.num_computed_tokens
+        yield new.req_id, new.block_ids, True, new.num_computed_tokens
     cached = scheduler_output.scheduled_cached_reqs
     for request_id, block_ids, computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
-        blocks = block_ids[0] if block_ids is not None else None
-        yield request_id, blocks, request_id in cached.resumed_req_ids, computed
+        yield request_id, block_ids, request_id in cached.resumed_req_ids, computed
 
 
 def is_inside_multi_connector() -> bool:

@@ -8,7 +8,7 @@ becomes blocks that vLLM computes; a store that cannot be done becomes an abort.
 """
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,11 +18,12 @@ from kvcellar.client.options import Identity
 from kvcellar.client.session import Session
 from kvcellar.clock import Clock, SystemClock
 from kvcellar.engines.copy import instruction_set, open_copier
+from kvcellar.engines.pages import Copier, PageRun
 from kvcellar.engines.vllm.copying import Copying
 from kvcellar.engines.vllm.metadata import ConnectorMetadata, LoadJob, StoreJob, WorkerReport
 from kvcellar.engines.vllm.options import ConnectorOptions
 from kvcellar.engines.vllm.parts import Split
-from kvcellar.engines.vllm.regions import LayerTensor, find_runs, shard_layout
+from kvcellar.engines.vllm.regions import LayerTensor, find_runs, shard_layouts
 from kvcellar.engines.vllm.support import require_supported
 from kvcellar.engines.vllm.versions import software
 from kvcellar.layout.shard import ShardLayout
@@ -86,37 +87,39 @@ class WorkerHalf:
             UnsupportedModelError: a layer cannot be kept; the message names it.
         """
         self.close()
-        runs = find_runs(self._kv_cache_config, kv_caches)
-        layout = shard_layout(
+        groups = find_runs(self._kv_cache_config, kv_caches)
+        layouts = shard_layouts(
             self._vllm_config,
             self._kv_cache_config,
             kv_caches,
-            runs=runs,
-            instruction_set=instruction_set(runs),
+            runs=groups,
+            instruction_set=instruction_set(groups[0]),
         )
         # As the server of this part of the ranks counts them.
-        layout = msgspec.structs.replace(layout, rank=self._seat)
-        link = self._make_link(layout)
+        layouts = tuple(msgspec.structs.replace(each, rank=self._seat) for each in layouts)
+        link = self._make_link(layouts)
         self._copying = Copying(
             link,
-            open_copier(runs, vectors=layout.vectors, block_tokens=layout.block_tokens),
-            rank=layout.rank,
-            shard=layout.shard(),
+            _open_copiers(groups, layouts),
+            rank=layouts[0].rank,
+            shard=layouts[0].shard(),
             delay_s=self._options.copy_delay_s,
             clock=self._clock,
         )
         link.start()
         # Registered after the link's own, so that it runs before it: copies end, then we leave.
         atexit.register(self.close)
-        log.info(
-            "pages registered",
-            rank=int(self._vllm_config.parallel_config.rank),
-            server=str(self._split.options.servers[self._part]),
-            runs=len(runs),
-            blocks=runs[0].block_count,
-            block_bytes=layout.block_bytes(),
-            layout=layout.fingerprint().hex()[:16],
-        )
+        for group, (runs, layout) in enumerate(zip(groups, layouts, strict=True)):
+            log.info(
+                "pages registered",
+                rank=int(self._vllm_config.parallel_config.rank),
+                server=str(self._split.options.servers[self._part]),
+                group=group,
+                runs=len(runs),
+                blocks=runs[0].block_count,
+                block_bytes=layout.block_bytes(),
+                layout=layout.fingerprint().hex()[:16],
+            )
 
     def begin(self, metadata: ConnectorMetadata) -> None:
         """Take a step's jobs.
@@ -145,6 +148,16 @@ class WorkerHalf:
     def collect(self) -> set[str]:
         """Return the requests whose loads ended, well or not, since the last call."""
         return self._copying.outcomes.take_received() if self._copying else set()
+
+    def finish_step(self) -> set[str]:
+        """Start what is left of the step's jobs, and do as `collect`."""
+        self.start_loads()
+        self.start_stores()
+        return self.collect()
+
+    def failed_loads(self) -> set[str]:
+        """Return those of the requests given by `collect` of whose loads nothing is of use."""
+        return self._copying.outcomes.take_failed() if self._copying else set()
 
     def load_errors(self) -> set[int]:
         """Return the blocks that the loads given by `collect` did not fill, once."""
@@ -179,7 +192,7 @@ class WorkerHalf:
         assert self._copying is not None, "vLLM sent jobs before it registered its caches"
         return self._copying
 
-    def _make_link(self, layout: ShardLayout) -> Link:
+    def _make_link(self, layouts: tuple[ShardLayout, ...]) -> Link:
         config = self._vllm_config
         return Link(
             self._split.client_options(self._part),
@@ -188,9 +201,9 @@ class WorkerHalf:
                 instance_id=self._split.instance_id(config, self._part),
                 software=software(),
                 model=str(config.model_config.model),
-                rank=layout.rank,
+                rank=layouts[0].rank,
                 world_size=self._split.rank_count,
-                layout=layout,
+                layouts=layouts,
             ),
             clock=self._clock,
             on_session=self._meet,
@@ -199,3 +212,18 @@ class WorkerHalf:
     def _meet(self, session: Session) -> None:
         if self._copying is not None:
             self._copying.meet(session)
+
+
+def _open_copiers(
+    groups: Sequence[Sequence[PageRun]], layouts: Sequence[ShardLayout]
+) -> list[Copier]:
+    """Return a copier for each KV group; they share what they have of the device."""
+    copiers: list[Copier] = []
+    for runs, layout in zip(groups, layouts, strict=True):
+        beside = copiers[0] if copiers else None
+        copiers.append(
+            open_copier(
+                runs, vectors=layout.vectors, block_tokens=layout.block_tokens, beside=beside
+            )
+        )
+    return copiers
