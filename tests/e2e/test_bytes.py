@@ -40,6 +40,21 @@ class Node:
     late: Engine
     plain: Engine
 
+    def restart(self) -> None:
+        """Start the server again, and wait until both engines can store there.
+
+        An engine binds its namespace with a request after its connection is back, and that request
+        itself may end before anything of it could be stored.
+        """
+        self.cellar.start_and_wait()
+        eventually(self._is_bound, BACK_S, what="both engines back")
+
+    def _is_bound(self) -> bool:
+        for engine in (self.late, self.plain):
+            engine.complete([3], max_tokens=1)
+        instances = self.cellar.status()["kvcellar"]["instances"]
+        return len(instances) == 2 and all(instance["namespace"] for instance in instances)
+
 
 @pytest.fixture(scope="module")
 def shared(tiny, folder, stopping) -> Node:
@@ -74,7 +89,7 @@ def shared(tiny, folder, stopping) -> Node:
 def node(shared) -> Node:
     """The module's node with nothing cached anywhere."""
     if not shared.cellar.is_alive:
-        shared.cellar.start_and_wait()
+        shared.restart()
     shared.cellar.wait_until_quiet(10 * COPY_DELAY_S)
     shared.cellar.clear()
     for engine in (shared.late, shared.plain):
@@ -269,16 +284,7 @@ def test_a_store_of_the_last_boot_never_reaches_the_next(node, prompt, at_once):
         node.cellar.kill()
 
     at_once([lambda: node.late.complete(tokens, max_tokens=1), kill])
-    node.cellar.start_and_wait()
-
-    def is_bound() -> bool:
-        # An engine binds its namespace with a request after its connection is back.
-        for engine in (node.late, node.plain):
-            engine.complete([3], max_tokens=1)
-        instances = node.cellar.status()["kvcellar"]["instances"]
-        return len(instances) == 2 and all(instance["namespace"] for instance in instances)
-
-    eventually(is_bound, BACK_S, what="both engines back")
+    node.restart()
     time.sleep(COPY_DELAY_S)
 
     assert node.cellar.objects() == 0
