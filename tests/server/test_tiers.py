@@ -73,6 +73,17 @@ class TestDeletion:
             assert delete(server, 1, force=True)["deleted"] == 1
             assert records(folder) == []
 
+    def test_a_file_that_cannot_be_removed_is_no_success(self, folder):
+        with DiskServer(folder) as server, server.engine() as engine:
+            engine.put(1, 2)
+            server.wait_written(2)
+            (path,) = [one for one in records(folder) if one.stem == key(1).hex()]
+            path.unlink()
+            path.mkdir()
+            answer = delete(server, 1, 2)
+            assert (answer["deleted"], answer["ok"]) == (1, False)
+            assert "may keep 1 keys" in answer["error"]
+
     def test_a_tier_that_cannot_say_so_is_no_success(self, disk):
         engine = disk.engine()
         engine.put(1, 2)

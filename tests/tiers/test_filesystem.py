@@ -304,3 +304,37 @@ def test_reads_and_a_census_of_many_files_go_together(base):
         assert tier.usage().chunks == 300
     finally:
         tier.close()
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda tier: tier.delete([make_key(1), make_key(2)], timeout_s=5),
+        lambda tier: tier.clear(b"", timeout_s=5),
+    ],
+    ids=["delete", "clear"],
+)
+def test_a_file_that_cannot_be_removed_is_no_success(base, remove):
+    """This life finds it no more, but the next one would."""
+    with open_folder(base) as tier:
+        write(tier, chunk_of(1), chunk_of(2))
+        path = path_of(base, chunk_of(1))
+        content = path.read_bytes()
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(TierUnavailableError, match="cannot remove 1 chunks"):
+            remove(tier)
+        assert hits(tier, chunk_of(1), chunk_of(2)) == [0, 0]
+        assert not path_of(base, chunk_of(2)).exists()
+    path.rmdir()
+    path.write_bytes(content)
+    with open_folder(base) as tier:
+        assert hits(tier, chunk_of(1)) == [1]
+
+
+def test_what_is_not_removed_in_time_is_no_success(base):
+    with open_folder(base) as tier:
+        write(tier, chunk_of(1))
+        with pytest.raises(TierUnavailableError, match="in time"):
+            tier.delete([make_key(1)], timeout_s=0)
+        assert hits(tier, chunk_of(1)) == [1]

@@ -249,7 +249,7 @@ class Tier(ABC):
             timeout_s: what is not removed in time stays.
 
         Raises:
-            TierUnavailableError: the medium cannot be asked.
+            TierUnavailableError: the medium cannot be asked, or some of them may be there yet.
         """
 
     @abstractmethod
@@ -263,7 +263,8 @@ class Tier(ABC):
             timeout_s: what is not removed in time stays; asking again goes on.
 
         Raises:
-            TierUnavailableError: the medium cannot be asked, or is still being counted.
+            TierUnavailableError: the medium cannot be asked, is still being counted, or some
+                chunks may be there yet.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ record is as it is, is in docs/decisions/0008.
 import errno
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvcellar.clock import Clock
@@ -170,13 +170,7 @@ class FileSystemTier(Tier):
         """Remove files."""
         self._check_open()
         deadline = Deadline(self._clock, timeout_s)
-        count = 0
-        for key in keys:
-            if deadline.remaining_s() <= 0:
-                break
-            if self._index.may_have_file(key):
-                count += self._remove(key)
-        return count
+        return self._remove_all((key for key in keys if self._index.may_have_file(key)), deadline)
 
     def clear(self, namespace: bytes, *, timeout_s: float) -> int:
         """Remove the files of a namespace; reads the headers of those that are not known yet."""
@@ -184,13 +178,9 @@ class FileSystemTier(Tier):
         deadline = Deadline(self._clock, timeout_s)
         if not self._census.wait(deadline.remaining_s()) or not self._index.is_complete:
             raise TierUnavailableError(f"tier {self._options.name} is still counted")
-        count = 0
         sure, unsure = self._index.keys_of(namespace)
-        for key in itertools.chain(sure, (key for key in unsure if self._is_of(key, namespace))):
-            if deadline.remaining_s() <= 0:
-                break
-            count += self._remove(key)
-        return count
+        found = itertools.chain(sure, (key for key in unsure if self._is_of(key, namespace)))
+        return self._remove_all(found, deadline)
 
     def usage(self) -> TierUsage:
         """Return the sums that the cap is kept with."""
@@ -341,8 +331,25 @@ class FileSystemTier(Tier):
             self._index.set_fixed(name, self._folder.occupied_bytes(name))
         return occupied
 
-    def _remove(self, key: bytes) -> bool:
-        """Remove a chunk's file; returns whether there was one and it is gone now."""
+    def _remove_all(self, keys: Iterable[bytes], deadline: Deadline) -> int:
+        """Remove chunks' files and return how many there were.
+
+        Raises:
+            TierUnavailableError: some are left: this life does not find them, the next one may.
+        """
+        count = left = 0
+        for key in keys:
+            if deadline.remaining_s() <= 0:
+                raise TierUnavailableError(f"tier {self._options.name} did not remove all in time")
+            removed = self._remove(key)
+            count += removed is True
+            left += removed is None
+        if left:
+            raise TierUnavailableError(f"tier {self._options.name} cannot remove {left} chunks")
+        return count
+
+    def _remove(self, key: bytes) -> bool | None:
+        """Remove a chunk's file; returns whether there was one, None where it cannot be removed."""
         if not self._index.take(key):
             return False
         is_gone = was_there = False
@@ -356,7 +363,7 @@ class FileSystemTier(Tier):
                 _log.warning("chunk not removed", reason=_reason("remove", error))
         finally:
             self._index.left(key, is_gone=is_gone)
-        return was_there
+        return was_there if is_gone else None
 
     def _remove_damaged(self, key: bytes, reason: str) -> None:
         self._remove(key)

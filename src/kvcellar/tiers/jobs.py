@@ -5,10 +5,12 @@ call has returned, and so when nobody touches the slots any more; a tier that fa
 chunk that is not kept, never an error. Used by `process`, which owns the threads.
 """
 
+import contextlib
 import struct
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from kvcellar.clock import Clock
 from kvcellar.errors import TierUnavailableError
 from kvcellar.keys.digest import KEY_BYTES
 from kvcellar.protocol.messages import OFFSET_BYTES, REF_BYTES
@@ -30,6 +32,7 @@ from kvcellar.protocol.tier_messages import (
     WriteDone,
 )
 from kvcellar.tiers.base import ChunkRecord, ChunkWrite, ReadWant, Tier, WriteOutcome
+from kvcellar.transport.deadline import Deadline
 
 __all__ = ["Jobs"]
 
@@ -45,13 +48,15 @@ _AnyT = TypeVar("_AnyT")
 class Jobs:
     """Does what is asked; thread-safe as far as its tiers are."""
 
-    def __init__(self, tiers: Sequence[Tier], arena: memoryview) -> None:
+    def __init__(self, tiers: Sequence[Tier], arena: memoryview, clock: Clock) -> None:
         """Prepare.
 
         Args:
             tiers: in the order in which they are asked.
             arena: all of it, writable; only the slots that a question names are touched.
+            clock: for deadlines.
         """
+        self._clock = clock
         self._tiers = tiers
         self._limited: set[str] = set()
         self._arena = arena
@@ -152,7 +157,8 @@ class Jobs:
     def delete(self, question: Delete) -> Gone:
         """Remove chunks from every tier, one by one, to say of each what became of it."""
         keys = _split(question.keys, KEY_BYTES)
-        gone = [[_delete(tier, key) for key in keys] for tier in self._tiers]
+        deadline = Deadline(self._clock, DELETE_TIMEOUT_S)
+        gone = [_delete(tier, keys, deadline) for tier in self._tiers]
         return Gone(question.id, bytes(max(states) for states in zip(*gone, strict=True)))
 
     def wipe(self, question: Wipe) -> Deleted:
@@ -207,9 +213,13 @@ def _count_of(tier: Tier, keys: Sequence[bytes]) -> int:
     return found
 
 
-def _delete(tier: Tier, key: bytes) -> int:
-    """Return 1 where a key was there, 2 where it may still be, else 0."""
-    try:
-        return tier.delete([key], timeout_s=DELETE_TIMEOUT_S)
-    except TierUnavailableError:
-        return 2
+def _delete(tier: Tier, keys: Sequence[bytes], deadline: Deadline) -> bytes:
+    """Return for each key 1 where it was there, 2 where it may still be, else 0."""
+    states = bytearray(b"\2" * len(keys))
+    for place, key in enumerate(keys):
+        left_s = deadline.remaining_s()
+        if left_s <= 0:
+            break
+        with contextlib.suppress(TierUnavailableError):
+            states[place] = tier.delete([key], timeout_s=left_s)
+    return bytes(states)

@@ -121,7 +121,7 @@ class _TierProcess:
             tiers = [open_tier(adapter, clock) for adapter in adapters]
         except KVCellarError as error:
             return Refused(question.id, error.code, str(error))
-        self._jobs = jobs = Jobs(tiers, view.view)
+        self._jobs = jobs = Jobs(tiers, view.view, clock)
         self._facts = lambda: tuple(
             _facts(adapter.kind, tier, jobs.limited)
             for adapter, tier in zip(adapters, tiers, strict=True)
