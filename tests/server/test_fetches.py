@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.server import tier_line
 from tests.store.bed import PAGE, SPACE, Bed, joined, key
 
 from kvcellar.clock import FakeClock
@@ -19,23 +20,14 @@ from kvcellar.store.policies import Noop
 NAMES = [f"c{number}" for number in range(12)]
 
 
-class Disk:
-    """A tier process that answers when and in which order the test says."""
-
-    batch_max = 3
+class Disk(tier_line.Disk):
+    """It has some chunks, and answers in the order that the test says."""
 
     def __init__(self, names, damaged=()):
+        super().__init__(batch_max=3)
         self.stored = {key(name) for name in names}
         self.damaged = {key(name) for name in damaged}
-        self.asked = []
         self.reads = []
-        self.is_away = False
-
-    def ask(self, make, on_answer):
-        if self.is_away:
-            return False
-        self.asked.append((make(len(self.reads) + len(self.asked) + 1), on_answer))
-        return True
 
     def answer(self, place=0):
         question, on_answer = self.asked.pop(place)

@@ -1,6 +1,7 @@
 """The tiers hear of what memory answers: seldom, in bounds, and never from within a lookup."""
 
 import pytest
+from tests.server import tier_line
 from tests.server.running import key, keys
 
 from kvcellar.clock import FakeClock
@@ -9,20 +10,7 @@ from kvcellar.server.tier_meters import TierMeters
 from kvcellar.server.touches import AGAIN_S, NOTED_MAX, NOTED_MAX_BYTES, TOUCHED_MAX, Touches
 
 
-class Disk:
-    """A tier process that answers when the test says."""
-
-    batch_max = 256
-
-    def __init__(self):
-        self.asked = []
-        self.is_away = False
-
-    def ask(self, make, on_answer):
-        if not self.is_away:
-            self.asked.append((make(len(self.asked) + 1), on_answer))
-        return not self.is_away
-
+class Disk(tier_line.Disk):
     def answer(self):
         question, on_answer = self.asked.pop(0)
         on_answer(Touched(question.id))
@@ -31,7 +19,7 @@ class Disk:
 
 class World:
     def __init__(self):
-        self.disk, self.clock, self.meters = Disk(), FakeClock(), TierMeters()
+        self.disk, self.clock, self.meters = Disk(batch_max=256), FakeClock(), TierMeters()
         self.touches = Touches(self.meters, self.disk, self.clock)
 
     def told(self):

@@ -1,6 +1,7 @@
 """Write-behind holds what it writes, within bounds, and lets go of it in every case."""
 
 import pytest
+from tests.server import tier_line
 from tests.store.bed import PAGE, SPACE, Bed, key
 
 from kvcellar.protocol.tier_messages import Write, WriteDone
@@ -11,20 +12,7 @@ from kvcellar.store.entries import OwnerId
 PROCESS = OwnerId(9_999)
 
 
-class Disk:
-    """A tier process that answers when the test says."""
-
-    batch_max = 2
-
-    def __init__(self):
-        self.asked = []
-        self.is_away = False
-
-    def ask(self, make, on_answer):
-        if not self.is_away:
-            self.asked.append((make(len(self.asked) + 1), on_answer))
-        return not self.is_away
-
+class Disk(tier_line.Disk):
     def answer(self, kept=None):
         question, on_answer = self.asked.pop(0)
         assert isinstance(question, Write)
@@ -36,7 +24,7 @@ class World:
     def __init__(self, *, pages=64, bound_pages=None, is_skipping_l1=False):
         self.bed = Bed(pages)
         self.engine = self.bed.instance(1, 1)
-        self.disk = Disk()
+        self.disk = Disk(batch_max=2)
         self.meters = TierMeters()
         self.writes = WriteBehind(
             self.bed.store,

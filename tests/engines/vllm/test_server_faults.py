@@ -65,14 +65,9 @@ def test_a_killed_server_fails_no_request_and_its_successor_is_used(toy, cellar,
     delays = Delays(load=lambda: 3, store=lambda: 3)
     cellar.start()
     with ToyEngine(toy, cellar.port, is_async=is_async, delays=delays) as engine:
-        engine.wait_bound()
-        engine.ask(text)
-        engine.settle()
-        engine.reset()
+        engine.keep(text)
         # One loads and one stores while the server dies.
-        engine.add(text)
-        engine.add(prompt(100), 20)
-        engine.run_until(lambda: len(engine.half.loads) == 1 and len(engine.half.stores) > 0)
+        engine.load_beside_a_store(text, prompt(100))
         cellar.kill()
         engine.settle()
         cellar.start()
@@ -132,10 +127,7 @@ def test_what_a_dead_server_answered_is_not_loaded_from_its_successor(toy, cella
     text = prompt(300)
     cellar.start()
     with ToyEngine(toy, cellar.port, blocks=40, running_max=2) as engine:
-        engine.wait_bound()
-        engine.ask(text)
-        engine.settle()
-        engine.reset()
+        engine.keep(text)
         engine.add(prompt(500), 120)
         engine.run_until(lambda: engine.scheduler.running)
         engine.add(text)
@@ -152,10 +144,7 @@ def test_an_answer_that_is_late_but_in_time_is_still_a_hit(toy, cellar, prompt):
     cellar.start()
     options = {"kvcellar.lookup_timeout_s": 5}
     with ToyEngine(toy, cellar.port, options=options) as engine:
-        engine.wait_bound()
-        engine.ask(text)
-        engine.settle()
-        engine.reset()
+        engine.keep(text)
         cellar.freeze()
         request_id = engine.add(text)
         for _ in range(5):
@@ -172,10 +161,7 @@ def test_an_answer_that_comes_too_late_is_given_back_at_once(toy, cellar, prompt
     cellar.start()
     options = {"kvcellar.lookup_timeout_s": 0.1, "kvcellar.heartbeat_s": 60}
     with ToyEngine(toy, cellar.port, options=options) as engine:
-        engine.wait_bound()
-        engine.ask(text)
-        engine.settle()
-        engine.reset()
+        engine.keep(text)
         cellar.freeze()
         assert engine.ask(text, params={"kvcellar.skip_save": True})[1] == 0
         cellar.thaw()

@@ -119,10 +119,7 @@ def test_the_server_that_has_the_least_decides_and_only_what_it_lacks_is_stored_
 ):
     text = prompt(200)
     with ToyEngine(toy, ports(pair), ranks=2) as engine:
-        engine.wait_bound()
-        engine.ask(text)
-        engine.settle()
-        engine.reset()
+        engine.keep(text)
         chain = _chain(engine, text)
         lost = chain.joined(2, 4, part=poorer)
         assert ask(pair[poorer], lambda id_: Delete(id_, lost, True)).states == b"\1\1"
@@ -151,10 +148,7 @@ def _chain(engine, text):
 def test_the_server_that_has_more_says_where_to_ask_why(toy, pair, prompt):
     text = prompt(200)
     with ToyEngine(toy, ports(pair), ranks=2) as engine:
-        engine.wait_bound()
-        engine.ask(text)
-        engine.settle()
-        engine.reset()
+        engine.keep(text)
         lost = _chain(engine, text).joined(0, 1, part=1)
         ask(pair[1], lambda id_: Delete(id_, lost, True))
         assert engine.ask(text)[1] == 0
@@ -209,13 +203,8 @@ def test_a_server_killed_during_loads_and_stores_fails_no_request_and_hits_retur
         one.start()
     delays = Delays(load=lambda: 3, store=lambda: 3)
     with ToyEngine(toy, ports(shaky), ranks=2, is_async=is_async, delays=delays) as engine:
-        engine.wait_bound()
-        engine.ask(text)
-        engine.settle()
-        engine.reset()
-        engine.add(text)
-        engine.add(prompt(100), 20)
-        engine.run_until(lambda: len(engine.half.loads) == 1 and len(engine.half.stores) > 0)
+        engine.keep(text)
+        engine.load_beside_a_store(text, prompt(100))
         shaky[victim].kill()
         engine.settle()
         eventually(lambda: shaky[1 - victim].held() == (0, 0))
@@ -253,10 +242,7 @@ def test_the_engine_computes_until_every_server_is_there(toy, shaky, prompt):
             engine.reset()
         assert keys(shaky[1]) == set()
         shaky[0].start()
-        engine.wait_bound()
-        engine.ask(text)
-        engine.settle()
-        engine.reset()
+        engine.keep(text)
         assert engine.ask(text)[1] == 192
         engine.settle()
 

@@ -156,6 +156,19 @@ class ToyEngine:
         self.run_until(lambda: self.asked[request_id].is_over)
         return self.asked[request_id].said, self.loaded_tokens - before
 
+    def keep(self, prompt):
+        """Have a prompt's chunks stored and lost by the engine itself."""
+        self.wait_bound()
+        self.ask(prompt)
+        self.settle()
+        self.reset()
+
+    def load_beside_a_store(self, kept, new):
+        """Run until one request loads what is kept and another one's chunks are being stored."""
+        self.add(kept)
+        self.add(new, 20)
+        self.run_until(lambda: len(self.half.loads) == 1 and len(self.half.stores) > 0)
+
     def held(self):
         """Return how many leases and how many unfinished reservations there are at all servers."""
         counts = [part.holdings.count() for part in self.half.parts]
